@@ -1,0 +1,1 @@
+"""Triton kernels, one a file, each beside its plain PyTorch reference. They arrive with stage 4 (FlashAttention)."""
