@@ -69,7 +69,7 @@ def open_source(name_or_path: str | os.PathLike, max_context: int | None) -> GGU
     if name.count("/") == 1 and not name.startswith((".", "~", "/")):
         return HFFolder(from_hub(name), max_context)
     raise FileNotFoundError(
-        f"there is no file or folder {name!r}; the default model is {DEFAULT!r}, and a hub name has the form 'owner/name'"
+        f"there is no file or folder {name!r}; the default model is {DEFAULT!r}, a hub name has the form 'owner/name'"
     )
 
 
