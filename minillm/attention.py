@@ -44,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     n_queries, n_keys = len(q), len(k)
     mask = None
-    if 1 < n_queries < n_keys:  # one row sees all keys; without a past the upper-left alignment is the same mask
+    if n_queries != n_keys and n_queries != 1:  # one row sees all keys; without a past both alignments are the same
         mask = causal_mask(n_queries, n_keys, q.device)
     q, k, v = (rearrange(x, "t h d -> 1 h t d") for x in (q, k, v))
     out = F.scaled_dot_product_attention(

@@ -73,11 +73,16 @@ class ModelConfig:
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim
 
     @property
-    def matrix_parameters(self) -> int:
-        """Weights that one token is multiplied with: all layers and the head, not the embedding's lookup."""
+    def layer_parameters(self) -> int:
+        """Weights in the matrices of all layers; each token is multiplied with all of them."""
         qkv = self.d_model * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
         out = self.n_heads * self.head_dim * self.d_model
-        return self.n_layers * (qkv + out + 3 * self.d_model * self.d_ff) + self.vocab_size * self.d_model
+        return self.n_layers * (qkv + out + 3 * self.d_model * self.d_ff)
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights in the output matrix; only rows that are sampled are multiplied with it."""
+        return self.vocab_size * self.d_model
 
 
 def config_from_hf(raw: Mapping[str, Any], max_context: int | None = None) -> ModelConfig:
@@ -112,6 +117,8 @@ def config_from_hf(raw: Mapping[str, Any], max_context: int | None = None) -> Mo
         )
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing}") from None
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"config.json holds a value of the wrong kind ({error})") from None
 
 
 def refuse_other_activations(raw: Mapping[str, Any]) -> None:
@@ -177,3 +184,5 @@ def config_from_gguf(
         )
     except KeyError as missing:
         raise ValueError(f"the GGUF file has no field {missing}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"the GGUF file holds a value of the wrong kind ({error})") from None

@@ -46,12 +46,12 @@ class GGUFFile:
 
     def __init__(self, path: Path, max_context: int | None = None):
         try:
-            self.reader = gguf.GGUFReader(path)
+            reader = gguf.GGUFReader(path)  # not kept: its notes on the vocabulary take more memory than the file
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"{path} is not a complete GGUF file ({error})") from None
         wanted = ("general.", "llama.", "tokenizer.")
-        self.fields = {name: f.contents() for name, f in self.reader.fields.items() if name.startswith(wanted)}
-        self.by_name = {tensor.name: tensor for tensor in self.reader.tensors}
+        self.fields = {name: f.contents() for name, f in reader.fields.items() if name.startswith(wanted)}
+        self.by_name = {tensor.name: tensor for tensor in reader.tensors}
         if "token_embd.weight" not in self.by_name:
             raise ValueError(f"{path} has no tensor token_embd.weight: not a language model that minillm can read")
         vocab_size = int(self.by_name["token_embd.weight"].shape[1])

@@ -93,10 +93,11 @@ class Rope(nn.Module):
         frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         if scaling:
             frequencies = stretch(frequencies, scaling)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.frequencies = frequencies  # not a buffer: `model.to(torch.bfloat16)` must not round it
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions: [T] -> cos, sin: [T, 1, head_dim]; sin carries the sign of `rotate`."""
+        self.frequencies = self.frequencies.to(positions.device)  # once
         angles = positions.to(torch.float64)[:, None, None] * self.frequencies
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -175,7 +176,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(0, config.d_model, **kwargs)
         self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model, **kwargs))
-        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
         self.blocks = nn.ModuleList(Block(config, **kwargs) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps, **kwargs)
         self.head = Linear(

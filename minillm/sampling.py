@@ -15,11 +15,13 @@ The model gives one logit for each token of the vocabulary. The rules below turn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         one_or_many(self, "stop_ids", int)
         one_or_many(self, "stop", str)
+        for name in NUMBERS:
+            check(name, getattr(self, name), True, "a finite number")
         check("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
         whole("top_k", self.top_k, "0 (off) or a positive whole number")
         check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (off)")
         check("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 (off) and 1")
         check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0 (1 is off)")
-        check("presence_penalty", self.presence_penalty, True, "a finite number")
-        check("frequency_penalty", self.frequency_penalty, True, "a finite number")
         whole("max_tokens", self.max_tokens, "0 or a positive whole number")
         whole("min_tokens", self.min_tokens, "0 or a positive whole number")
         check(
@@ -86,7 +88,7 @@ class SamplingParams:
 def one_or_many(params: SamplingParams, name: str, kind: type) -> None:
     """Let one value stand for a tuple of one."""
     value = getattr(params, name)
-    value = (value,) if isinstance(value, kind) else tuple(value)
+    value = (value,) if isinstance(value, kind) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(item, kind) for item in value):
         raise ValueError(f"{name} must be {kind.__name__} values, not {value!r}")
     object.__setattr__(params, name, value)
@@ -153,28 +155,29 @@ def distribution(
 
     `end_ids` are barred while fewer than `min_tokens` were generated. At temperature 0 the result is one-hot.
     """
-    require_numbers(logits)
+    require_numbers(logits, "the weights or an earlier computation are broken")
     if params.needs_history:
         logits = penalize(logits, params, prompt, output)
     if len(output) < params.min_tokens and end_ids:
         logits = logits.clone()
         logits[list(end_ids)] = -torch.inf
+    require_numbers(logits, "the penalties are too large, or every token is barred")
     if params.temperature == 0:
         return torch.zeros_like(logits).scatter(0, logits.argmax(-1, keepdim=True), 1.0)
-    logits = (logits - logits.max()) / params.temperature  # the best is 0, so a tiny temperature cannot overflow
+    wide = (logits - logits.max()).double()  # the best is 0; in float32 a tiny temperature would be 0, a huge one inf
+    logits = (wide / params.temperature).to(logits.dtype)
     logits = keep_top_k(logits, params.top_k)
     logits = keep_top_p(logits, params.top_p)
     logits = keep_min_p(logits, params.min_p)
     return logits.softmax(-1)
 
 
-def require_numbers(logits: Tensor) -> None:
+def require_numbers(logits: Tensor, cause: str) -> None:
     """A NaN compares false with everything, so an argmax over it would quietly pick some token."""
     best = logits.max()  # NaN if any entry is
     if not torch.isfinite(best):
         raise ValueError(
-            f"the logits hold {'NaN' if best.isnan() else best.item()}: no token can be chosen from them; "
-            "the weights or an earlier computation are broken"
+            f"the best logit is {'NaN' if best.isnan() else best.item()}: no token can be chosen from them; {cause}"
         )
 
 

@@ -1,0 +1,113 @@
+"""The `minillm` command. Parsing and errors; what the commands do is in commands.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from minillm import __version__, commands
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. A mistake of the user's gives one sentence on stderr and a non-zero status."""
+    options = build_parser().parse_args(argv)
+    try:
+        status = options.run(options)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as `| head` does
+            sys.stderr.close()
+            sys.exit(1)
+        print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minillm", description="How LLM inference works, one technique at a time.")
+    parser.add_argument("--version", action="version", version=f"minillm {__version__}")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = subparsers.add_parser("generate", help="continue a text")
+    command.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    command.add_argument("--no-cache", action="store_true", help="recompute everything at every step (stage 1)")
+    command.add_argument("--ids", action="store_true", help="print token ids instead of text")
+    command.add_argument(
+        "--logprobs", type=int, metavar="N", help="after the text, list each token's log-probability and the N best"
+    )
+    add_model_options(command)
+    add_sampling_options(command)
+    command.set_defaults(run=commands.generate)
+
+    command = subparsers.add_parser("chat", help="talk with the model; it keeps its cache between turns")
+    command.add_argument("--system", help="the system message; the model's own if not given")
+    add_model_options(command)
+    add_sampling_options(command)
+    command.set_defaults(run=commands.chat)
+
+    command = subparsers.add_parser(
+        "ladder", help="measure every stage on the real model and check that the tokens are the same"
+    )
+    command.add_argument("--quick", action="store_true", help="smaller sizes, about a minute")
+    command.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    command.add_argument("--plot", metavar="FILE", help="draw the result as a png")
+    command.add_argument("--markdown", action="store_true", help="print the table in Markdown")
+    command.set_defaults(run=commands.ladder)
+
+    command = subparsers.add_parser("bench", help="measure against other implementations")
+    benches = command.add_subparsers(title="benchmarks", required=True, metavar="WHAT")
+    peers = benches.add_parser("peers", help="transformers and, where installed, llama.cpp, with the same weights")
+    peers.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    peers.set_defaults(run=commands.peers)
+
+    command = subparsers.add_parser("fetch", help="get the default model's file")
+    command.add_argument(
+        "--to", metavar="DIR", help="put a copy into DIR, for a classroom or a machine without network"
+    )
+    command.set_defaults(run=commands.fetch)
+
+    command = subparsers.add_parser("doctor", help="what this machine has, what can run here, and how to mend it")
+    command.set_defaults(run=commands.doctor)
+    return parser
+
+
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help="a GGUF file, a Hugging Face folder, or a hub name (default: %(default)s)",
+    )
+    command.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16", "float64"))
+    command.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+
+
+def add_sampling_options(command: argparse.ArgumentParser) -> None:
+    """One option for each field of SamplingParams. Here the default is greedy, so that a text can be repeated."""
+    group = command.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k best tokens; 0 is off")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep the smallest set that reaches p; 1 is off")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, help="keep tokens at least this probable relative to the best; 0 is off"
+    )
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="1 is off")
+    group.add_argument("--presence-penalty", type=float, default=0.0, help="0 is off")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, help="0 is off")
+    group.add_argument("--seed", type=int, help="the same seed gives the same text")
+    group.add_argument("--max-tokens", type=int, default=128)
+    group.add_argument("--min-tokens", type=int, default=0)
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be given several times"
+    )
+    group.add_argument(
+        "--stop-id",
+        action="append",
+        type=int,
+        default=[],
+        metavar="ID",
+        help="end at this token; may be given several times",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")

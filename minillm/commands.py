@@ -1,0 +1,169 @@
+"""What each `minillm` command does. Heavy imports stand inside the functions, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+RESET = "/reset"
+
+
+def sampling_params(options: argparse.Namespace, logprobs: int | None = None):
+    from minillm.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
+        stop=options.stop,
+        stop_ids=options.stop_id,
+        ignore_eos=options.ignore_eos,
+        logprobs=logprobs,
+    )
+
+
+def load_model(options: argparse.Namespace):
+    import torch
+
+    from minillm.checkpoint import load
+
+    if options.device is not None and options.device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, not {options.device!r}")
+    if options.device not in (None, "cpu") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: PyTorch sees no GPU here")
+    return load(options.model, dtype=getattr(torch, options.dtype), device=options.device)
+
+
+def generate(options: argparse.Namespace) -> None:
+    params = sampling_params(options, options.logprobs)  # before the model: a wrong option should not wait for it
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty: there is nothing to continue")
+    model, tokenizer = load_model(options)
+
+    from minillm.generation import stream
+    from minillm.model import NoCache
+
+    done = []
+    if not options.ids:
+        print(prompt, end="", flush=True)
+    for piece in stream(model, tokenizer, prompt, params, NoCache() if options.no_cache else None):
+        print(f"{piece.token} " if options.ids else piece.text, end="", flush=True)
+        done.append(piece)
+    print()
+    if options.logprobs is not None:
+        for piece in done:
+            best = ", ".join(f"{tokenizer.piece(t)!r} {lp:.3f}" for t, lp in piece.top_logprobs.items())
+            print(f"{tokenizer.piece(piece.token)!r:20} {piece.logprob:8.3f}   {best}")
+    if done:
+        last = done[-1]
+        rate = "" if len(done) < 2 else f", {(len(done) - 1) / (last.seconds - done[0].seconds):.1f} tokens/s after it"
+        print(
+            f"[{len(done)} tokens, first after {done[0].seconds * 1e3:.0f} ms{rate}; ended by {last.finish_reason}]",
+            file=sys.stderr,
+        )
+
+
+def chat(options: argparse.Namespace) -> None:
+    params = sampling_params(options)
+    model, tokenizer = load_model(options)
+
+    from minillm.chat import Chat
+
+    chat = Chat(model, tokenizer, options.system)
+    print(f"Type a message; {RESET} starts anew; an empty line or Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            break
+        if not text:
+            break
+        if text == RESET:
+            chat = Chat(model, tokenizer, options.system)
+            continue
+        try:
+            for piece in chat.send(text, params):
+                print(piece.text, end="", flush=True)
+            print()
+        except KeyboardInterrupt:  # ends the answer, not the conversation
+            print()
+        except ValueError as error:  # the conversation stands as it was before this message
+            print(f"minillm: {error}; {RESET} starts anew", file=sys.stderr)
+
+
+def ladder(options: argparse.Namespace) -> None:
+    from minillm.checkpoint import load
+    from minillm.lab import ladder, report, roofline
+    from minillm.lab.machine import busy_warning, describe, one_line
+    from minillm.lab.workload import read_workload
+
+    report.require_folder(options.json, options.plot)
+    machine = describe()
+    warn(busy_warning(machine["busy"]))
+    model, tokenizer = load(device="cpu")
+    limits = roofline.this_machine()
+    workload = read_workload("story", tokenizer, options.quick)
+    rows = ladder.climb(model, workload, limits)
+    caption = (
+        f"SmolLM2-135M, float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; medians of "
+        f"{workload.repeats} runs in alternation.\n{one_line(machine)}; "
+        f"measured limits {limits.bandwidth / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s."
+    )
+    print(report.ladder_table(rows, "github" if options.markdown else "simple"))
+    print(f"\n{caption}")
+    if options.json:
+        report.write_json(options.json, ladder.as_json(rows, machine, limits))
+    if options.plot:
+        report.plot_ladder(rows, options.plot, caption)
+
+
+def peers(options: argparse.Namespace) -> None:
+    from minillm.checkpoint import load
+    from minillm.lab import peers, report
+    from minillm.lab.machine import busy_warning, describe, one_line
+    from minillm.lab.workload import read_workload
+
+    report.require_folder(options.json)
+    machine = describe()
+    warn(busy_warning(machine["busy"]))
+    model, tokenizer = load(device="cpu")
+    result = peers.compare(model, tokenizer, read_workload("story", tokenizer).prompt)
+    print(report.peers_table(result["results"]))
+    print()
+    for name, ratio in result["ratios"].items():
+        print(f"{name}: {'not measured' if ratio is None else f'{ratio:.2f}'}")
+    print(f"\n{one_line(machine)}")
+    if options.json:
+        report.write_json(options.json, {"machine": machine, **result})
+
+
+def fetch(options: argparse.Namespace) -> None:
+    from minillm.fetch import ENVIRONMENT_VARIABLE, default_model, fetch
+
+    if options.to is None:
+        print(default_model())
+        return
+    file = fetch(options.to)
+    print(file)
+    print(f"to use it: set {ENVIRONMENT_VARIABLE}={file}", file=sys.stderr)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from minillm.lab.doctor import report
+
+    text, healthy = report()
+    print(text)
+    return 0 if healthy else 1
+
+
+def warn(text: str | None) -> None:
+    if text:
+        print(f"minillm: {text}", file=sys.stderr)

@@ -1,0 +1,158 @@
+"""The ladder: every stage on the same real model and the same pinned text, measured in one run.
+
+One rung a stage. A rung says how it runs the workload; the tokens must be those of the first rung, and where they are
+not, the ladder says at which position they part and how close the two best logits were there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import mean
+
+from minillm.generation import SequenceStore, generate, next_logits, room
+from minillm.kv_cache import ContiguousKV
+from minillm.lab.bench import Measured, alternate
+from minillm.lab.metrics import RequestTimes, throughput
+from minillm.lab.roofline import Limits, step_work
+from minillm.lab.workload import Workload
+from minillm.model import NoCache, Transformer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a workload gave: the tokens and times of its request, and the cache's bytes at the end."""
+
+    tokens: list[int]
+    times: RequestTimes
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One stage. `run` does the workload; `predict` gives the roofline's (TTFT, TPOT) in seconds for it."""
+
+    stage: str
+    new: str
+    against: str | None
+    run: Callable[[Transformer, Workload], Run]
+    predict: Callable[[Transformer, Workload, Limits], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result. Times in milliseconds; `memory_limit_fraction`: the time that reading all weights once
+    would take at this machine's measured bandwidth, divided by TPOT. `factor` compares with the rung `against`."""
+
+    stage: str
+    new: str
+    workload: str
+    tokens_per_s: float
+    spread: tuple[float, float]
+    ttft_ms: float
+    tpot_ms: float
+    predicted_ttft_ms: float
+    predicted_tpot_ms: float
+    kv_bytes: int
+    memory_limit_fraction: float
+    against: str | None
+    factor: float | None
+    same_tokens: bool
+    first_difference: dict[str, float] | None
+
+
+def run_single(make_store: Callable[[Transformer, Workload], SequenceStore], model: Transformer, w: Workload) -> Run:
+    """One request through the plain loop, with a fresh store."""
+    kv = make_store(model, w)
+    done = generate(model, None, w.prompt, w.params, kv)
+    return Run(done.tokens, RequestTimes(0.0, tuple(done.seconds)), getattr(kv, "nbytes", 0))
+
+
+def no_cache(model: Transformer, w: Workload) -> SequenceStore:
+    return NoCache()
+
+
+def contiguous(model: Transformer, w: Workload) -> SequenceStore:
+    return ContiguousKV(model.config, room(model, w.prompt, w.params), model.dtype, model.device)
+
+
+def predict_naive(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
+    """Every step is a prefill of the whole text."""
+    steps = [prefill_seconds(model, len(w.prompt) + i, limits) for i in range(w.new_tokens)]
+    return steps[0], mean(steps[1:])
+
+
+def predict_cached(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
+    """One prefill, then steps of one token on a past that grows."""
+    past = len(w.prompt) + (w.new_tokens - 1) / 2  # the mean over the steps
+    size = model.dtype.itemsize
+    decode = step_work(model.config, 1, past, weight_bytes=size, kv_bytes=size)
+    return prefill_seconds(model, len(w.prompt), limits), decode.seconds(limits)
+
+
+def prefill_seconds(model: Transformer, tokens: int, limits: Limits) -> float:
+    size = model.dtype.itemsize
+    return step_work(model.config, tokens, weight_bytes=size, kv_bytes=size).seconds(limits)
+
+
+RUNGS = (
+    Rung("naive", "recompute the whole text at every step", None, partial(run_single, no_cache), predict_naive),
+    Rung("kv_cache", "keep keys and values, feed one token", "naive", partial(run_single, contiguous), predict_cached),
+)
+
+
+def climb(model: Transformer, workload: Workload, limits: Limits, progress: bool = True) -> list[Row]:
+    """Measure all rungs in alternation. `limits` are those of this machine, for the predictions."""
+    contestants = {rung.stage: partial(rung.run, model, workload) for rung in RUNGS}
+    measured = alternate(contestants, workload.repeats, progress)
+    return [row(rung, measured, model, workload, limits) for rung in RUNGS]
+
+
+def row(rung: Rung, measured: dict[str, Measured[Run]], model: Transformer, w: Workload, limits: Limits) -> Row:
+    own = measured[rung.stage]
+    reference = measured[RUNGS[0].stage].runs[0].tokens
+    difference = first_difference(model, w.prompt, reference, own.runs[0].tokens)
+    tpot = own.median(lambda run: run.times.tpot)
+    weights = (model.config.layer_parameters + model.config.head_parameters) * model.dtype.itemsize
+    predicted_ttft, predicted_tpot = rung.predict(model, w, limits)
+    return Row(
+        stage=rung.stage,
+        new=rung.new,
+        workload=w.name,
+        tokens_per_s=own.median(rate),
+        spread=own.spread(rate),
+        ttft_ms=1e3 * own.median(lambda run: run.times.ttft),
+        tpot_ms=1e3 * tpot,
+        predicted_ttft_ms=1e3 * predicted_ttft,
+        predicted_tpot_ms=1e3 * predicted_tpot,
+        kv_bytes=own.runs[-1].kv_bytes,
+        memory_limit_fraction=weights / limits.bandwidth / tpot,
+        against=rung.against,
+        factor=None if rung.against is None else own.median(rate) / measured[rung.against].median(rate),
+        same_tokens=difference is None,
+        first_difference=difference,
+    )
+
+
+def rate(run: Run) -> float:
+    """Output tokens per second of the whole request, prefill included."""
+    return throughput([run.times])
+
+
+def first_difference(
+    model: Transformer, prompt: list[int], reference: list[int], tokens: list[int]
+) -> dict[str, float] | None:
+    """None if the texts are the same; else the first position, and how far apart the two best logits are there."""
+    if tokens == reference:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(reference, tokens, strict=False)) if a != b), None)
+    if at is None:
+        return {"position": min(len(reference), len(tokens)), "margin": float("nan")}  # one is longer
+    best = next_logits(model, prompt + reference[:at], NoCache()).topk(2).values
+    return {"position": at, "margin": float(best[0] - best[1])}
+
+
+def as_json(rows: list[Row], machine: dict[str, object], limits: Limits) -> dict[str, object]:
+    measured_limits = {"gflops": limits.flops / 1e9, "gb_per_s": limits.bandwidth / 1e9}
+    return {"machine": machine | measured_limits, "rungs": [asdict(row) for row in rows]}

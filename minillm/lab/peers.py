@@ -1,0 +1,146 @@
+"""Other people's code on the same weights, the same text and the same threads, in turn with ours in one process.
+
+transformers: `generate`, float32, scaled_dot_product_attention, its dynamic cache; the very tensors of our model.
+llama.cpp: the GGUF file itself in 4 bits, where llama-cpp-python is installed. It reads a sixth of the bytes, so it is
+no rival of the float32 loop; it is the mark that the quantized stage aims at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import time
+from collections.abc import Callable
+
+import torch
+
+from minillm.checkpoint import destinations
+from minillm.fetch import default_model
+from minillm.generation import generate
+from minillm.lab.bench import alternate
+from minillm.lab.machine import version
+from minillm.model import Transformer
+from minillm.sampling import SamplingParams
+from minillm.tokenizer import Tokenizer
+
+TASK = "one request, 64 tokens in, 128 out"
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
+REPEATS = 5
+RATIOS = (
+    "single_stream_vs_transformers",
+    "throughput_vs_transformers_best",
+    "w4a16_vs_own_float32",
+    "w4a16_vs_llama_cpp",
+)
+
+
+def compare(model: Transformer, tokenizer: Tokenizer, prompt: list[int], progress: bool = True) -> dict[str, object]:
+    """Tokens per second of every peer that is installed, and the ratios; a ratio is null where a side is missing."""
+    if len(prompt) != PROMPT_TOKENS:
+        raise ValueError(f"the prompt must have {PROMPT_TOKENS} tokens, not {len(prompt)}")
+    contestants = {"minillm float32": lambda: ours(model, prompt)}
+    if installed("transformers"):
+        peer = to_transformers(model)
+        contestants[f"transformers {version('transformers')} float32"] = lambda: transformers_generate(peer, prompt)
+    if installed("llama_cpp"):
+        peer_file = llama_cpp()
+        contestants[f"llama.cpp ({version('llama-cpp-python')}) Q4_1"] = lambda: llama_cpp_generate(peer_file, prompt)
+    measured = alternate(contestants, REPEATS, progress)
+    results = [
+        {"name": name, "task": TASK, "tokens_per_s": runs.median(float), "spread": runs.spread(float)}
+        for name, runs in measured.items()
+    ]
+    rates = {result["name"].split()[0]: result["tokens_per_s"] for result in results}
+    ratios: dict[str, float | None] = dict.fromkeys(RATIOS)
+    if "transformers" in rates:
+        ratios["single_stream_vs_transformers"] = rates["minillm"] / rates["transformers"]
+    return {"results": results, "ratios": ratios}
+
+
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def per_second(run: Callable[[], int]) -> float:
+    """Tokens per second of the whole request, prefill included."""
+    start = time.perf_counter()
+    tokens = run()
+    if tokens != NEW_TOKENS:
+        raise RuntimeError(f"a contestant gave {tokens} tokens, not {NEW_TOKENS}")
+    return tokens / (time.perf_counter() - start)
+
+
+def ours(model: Transformer, prompt: list[int]) -> float:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    return per_second(lambda: len(generate(model, None, prompt, params).tokens))
+
+
+def to_transformers(model: Transformer) -> torch.nn.Module:
+    """The same model as a `LlamaForCausalLM` that shares our tensors: no second copy, no other numbers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = model.config
+    if c.qk_norm or c.qkv_bias or c.rope_scaling:
+        raise ValueError("only a plain Llama model can be handed to transformers' LlamaForCausalLM")
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.d_model,
+        intermediate_size=c.d_ff,
+        num_hidden_layers=c.n_layers,
+        num_attention_heads=c.n_heads,
+        num_key_value_heads=c.n_kv_heads,
+        head_dim=c.head_dim,
+        max_position_embeddings=c.max_context,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tied_embeddings,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        peer = LlamaForCausalLM(config)
+    weights = destinations(model)
+    weights.setdefault("lm_head.weight", model.head.weight)
+    peer.load_state_dict(weights, assign=True)
+    peer.tie_weights()
+    peer.model.rotary_emb = type(peer.model.rotary_emb)(config)  # its buffer is not in the state dict
+    return peer.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def transformers_generate(peer: torch.nn.Module, prompt: list[int]) -> float:
+    ids = torch.tensor([prompt])
+
+    def run() -> int:
+        done = peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return done.shape[1] - len(prompt)
+
+    return per_second(run)
+
+
+def llama_cpp():
+    from llama_cpp import Llama
+
+    threads = torch.get_num_threads()
+    return Llama(
+        str(default_model()),
+        n_ctx=PROMPT_TOKENS + NEW_TOKENS,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
+    )
+
+
+def llama_cpp_generate(peer, prompt: list[int]) -> float:
+    def run() -> int:
+        peer.reset()
+        with contextlib.closing(peer.generate(prompt, temp=0.0)) as tokens:
+            return sum(1 for _, _ in zip(range(NEW_TOKENS), tokens, strict=False))
+
+    return per_second(run)

@@ -1,0 +1,85 @@
+"""Results for a reader: the ladder as a table and as a picture, the peers as a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tabulate import tabulate
+
+from minillm.lab.ladder import Row
+
+
+def ladder_table(rows: list[Row], style: str = "simple") -> str:
+    """style: a `tabulate` format, such as "simple" or "github"."""
+    head = [
+        "stage",
+        "what is new",
+        "TTFT ms",
+        "TPOT ms",
+        "roofline",
+        "tokens/s",
+        "factor",
+        "memory limit",
+        "KV MB",
+        "same tokens",
+    ]
+    body = [
+        [
+            row.stage,
+            row.new,
+            f"{row.ttft_ms:.0f}",
+            f"{row.tpot_ms:.1f}",
+            f"{row.predicted_tpot_ms:.1f}",
+            f"{row.tokens_per_s:.1f} ({row.spread[0]:.1f} to {row.spread[1]:.1f})",
+            "" if row.factor is None else f"{row.factor:.1f} x {row.against}",
+            f"{row.memory_limit_fraction:.0%}",
+            f"{row.kv_bytes / 1e6:.1f}",
+            same_tokens(row),
+        ]
+        for row in rows
+    ]
+    return tabulate(body, headers=head, tablefmt=style, disable_numparse=True)
+
+
+def same_tokens(row: Row) -> str:
+    if row.same_tokens:
+        return "yes"
+    return f"no: from {row.first_difference['position']}, margin {row.first_difference['margin']:.2g}"
+
+
+def peers_table(results: list[dict], style: str = "simple") -> str:
+    body = [
+        [r["name"], r["task"], f"{r['tokens_per_s']:.1f}", f"{r['spread'][0]:.1f} to {r['spread'][1]:.1f}"]
+        for r in results
+    ]
+    return tabulate(body, headers=["who", "task", "tokens/s", "spread"], tablefmt=style, disable_numparse=True)
+
+
+def require_folder(*files: str | None) -> None:
+    """Refuse, before minutes of measuring, a file that could not be written afterwards."""
+    for file in files:
+        if file is not None and (Path(file).is_dir() or not Path(file).resolve().parent.is_dir()):
+            raise ValueError(f"{file} cannot be written: it is a folder, or its folder does not exist")
+
+
+def write_json(path: str | Path, content: object) -> None:
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def plot_ladder(rows: list[Row], path: str | Path, caption: str) -> None:
+    """Tokens per second of each rung, as a png."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+
+    figure = Figure(figsize=(8, 1.6 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    rates = [row.tokens_per_s for row in rows]
+    spread = [[row.tokens_per_s - row.spread[0] for row in rows], [row.spread[1] - row.tokens_per_s for row in rows]]
+    bars = axes.barh([row.stage for row in rows], rates, xerr=spread, color="#4477aa", ecolor="#333333", capsize=3)
+    axes.bar_label(bars, [f"  {rate:.1f}" for rate in rates], padding=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("output tokens per second, whole request (median, smallest and largest)")
+    axes.set_title("The ladder: the same text, stage by stage")
+    figure.supxlabel(caption, fontsize=8)
+    figure.savefig(path, dpi=150)
