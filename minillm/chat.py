@@ -7,7 +7,8 @@ apart from attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 from minillm.generation import Piece, stream
 from minillm.kv_cache import ContiguousKV
@@ -26,19 +27,20 @@ class Chat:
         self.messages = [{"role": "system", "content": system}] if system is not None else []
         self.kv = ContiguousKV(model.config, min(model.config.max_context, MAX_KEPT), model.dtype, model.device)
         self.cached: list[int] = []
-        self.answering: Iterator[Piece] | None = None
+        self.answering: Callable[[], Iterator[Piece] | None] = lambda: None  # held weakly: `break` still closes it
 
     def send(self, text: str, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Stream the answer. The turn becomes part of the conversation when the stream ends or is closed."""
-        if self.answering is not None:
-            self.answering.close()  # a turn that was left open ends here
+        if (left_open := self.answering()) is not None:
+            left_open.close()  # two open turns would write over each other
         turn = [*self.messages, {"role": "user", "content": text}]
         prompt = self.tokenizer.encode_chat(turn)
         self.kv.truncate(min(common_prefix(self.cached, prompt), len(prompt) - 1))
         self.cached = self.cached[: self.kv.length]
         answer = stream(self.model, self.tokenizer, prompt, params, self.kv)  # refuses a conversation that is too long
-        self.answering = self.record(turn, prompt, answer)
-        return self.answering
+        recorded = self.record(turn, prompt, answer)
+        self.answering = weakref.ref(recorded)
+        return recorded
 
     def record(self, turn: list[dict[str, str]], prompt: list[int], answer: Iterator[Piece]) -> Iterator[Piece]:
         text, tokens = "", []

@@ -99,7 +99,10 @@ def fill(model: Transformer, source: GGUFFile | HFFolder) -> None:
                 raise ValueError(f"tensor {name!r} has shape {list(rows.shape)}, and {list(place.shape)} was expected")
             place.copy_(rows)
             filled[name] += len(rows)
-    missing = [name for name, place in places.items() if filled[name] != len(place)]
+    for name, place in places.items():
+        if filled[name] not in (0, len(place)):
+            raise ValueError(f"tensor {name!r} has {filled[name]} rows, and {len(place)} were expected")
+    missing = [name for name in places if not filled[name]]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"the checkpoint lacks the tensor {missing[0]!r}{more}")

@@ -14,6 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = build_parser().parse_args(argv)
     try:
         status = options.run(options)
+        sys.stdout.flush()  # a pipe that is closed shall be noticed here, not when Python ends
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, as `| head` does
             sys.stderr.close()
@@ -62,6 +63,26 @@ def build_parser() -> argparse.ArgumentParser:
     peers = benches.add_parser("peers", help="transformers and, where installed, llama.cpp, with the same weights")
     peers.add_argument("--json", metavar="FILE", help="write the result as JSON")
     peers.set_defaults(run=commands.peers)
+
+    command = subparsers.add_parser(
+        "check", help="run the checks of an exercise notebook, for example: minillm check 02"
+    )
+    command.add_argument("number", help="the notebook's two digits")
+    command.set_defaults(run=commands.check)
+
+    command = subparsers.add_parser("progress", help="which exercise tasks have been passed")
+    command.set_defaults(run=commands.progress)
+
+    command = subparsers.add_parser("exercises", help="for teachers: make exercises/ from solutions/")
+    action = command.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", action="store_true", help="write the exercises that are out of date")
+    action.add_argument("--check", action="store_true", help="fail if any is out of date, missing or left over")
+    command.set_defaults(run=commands.exercises)
+
+    command = subparsers.add_parser("notebooks", help="for authors: run lecture notebooks and store their outputs")
+    command.add_argument("numbers", nargs="+", metavar="NN", help="the notebooks' two digits")
+    command.add_argument("--fast", action="store_true", help="small sizes, and store nothing: does it run?")
+    command.set_defaults(run=commands.notebooks)
 
     command = subparsers.add_parser("fetch", help="get the default model's file")
     command.add_argument(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from pathlib import Path
 
 RESET = "/reset"
 
@@ -52,9 +54,10 @@ def generate(options: argparse.Namespace) -> None:
     from minillm.model import NoCache
 
     done = []
-    if not options.ids:
+    pieces = stream(model, tokenizer, prompt, params, NoCache() if options.no_cache else None)
+    if not options.ids:  # printed after `stream` has taken the prompt
         print(prompt, end="", flush=True)
-    for piece in stream(model, tokenizer, prompt, params, NoCache() if options.no_cache else None):
+    for piece in pieces:
         print(f"{piece.token} " if options.ids else piece.text, end="", flush=True)
         done.append(piece)
     print()
@@ -143,6 +146,41 @@ def peers(options: argparse.Namespace) -> None:
     print(f"\n{one_line(machine)}")
     if options.json:
         report.write_json(options.json, {"machine": machine, **result})
+
+
+def check(options: argparse.Namespace) -> int:
+    from minillm.lab.course import check_notebook
+
+    return 0 if check_notebook(options.number) else 1
+
+
+def progress(options: argparse.Namespace) -> None:
+    from minillm.lab.course import progress_report
+
+    print(progress_report())
+
+
+def exercises(options: argparse.Namespace) -> int:
+    from minillm.lab.build_exercises import stale, write
+
+    if options.write:
+        for path in write(Path()):
+            print(f"wrote {path}")
+        return 0
+    problems = stale(Path())
+    print("\n".join(problems) or "exercises/ is up to date")
+    return 1 if problems else 0
+
+
+def notebooks(options: argparse.Namespace) -> None:
+    from minillm.lab.notebooks import execute, find, store
+
+    for path in [find(Path("notebooks"), number) for number in options.numbers]:
+        start = time.perf_counter()
+        notebook = execute(path, options.fast)
+        if not options.fast:
+            store(notebook, path)
+        print(f"{path}: {time.perf_counter() - start:.0f} s{'' if options.fast else ', outputs stored'}")
 
 
 def fetch(options: argparse.Namespace) -> None:

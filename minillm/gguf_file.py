@@ -65,6 +65,9 @@ class GGUFFile:
             raise ValueError(
                 f"the GGUF file has a tokenizer of kind {kind!r}; minillm builds 'gpt2' (byte-level BPE) ones"
             )
+        for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"):
+            if name not in fields:
+                raise ValueError(f"the GGUF file has no field {name!r}")
         tokens = fields["tokenizer.ggml.tokens"]
         end = fields.get("tokenizer.ggml.eos_token_id")
         special = {
@@ -85,8 +88,8 @@ class GGUFFile:
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
         """(Hugging Face's name, first row, rows): each tensor in parts of at most ROWS_AT_ONCE rows."""
         for name, tensor in self.by_name.items():
-            heads = {"attn_q": self.config.n_heads, "attn_k": self.config.n_kv_heads}.get(name.split(".")[-2])
-            if heads:
+            heads = {"attn_q": self.config.n_heads, "attn_k": self.config.n_kv_heads}.get(name.split(".")[-2:][0])
+            if heads and len(tensor.data) == heads * self.config.head_dim:  # any other number is refused later
                 yield hf_name(name), 0, half_pairs(expand(tensor.data, tensor.tensor_type), heads)
                 continue
             for start in range(0, len(tensor.data), ROWS_AT_ONCE):
@@ -96,7 +99,13 @@ class GGUFFile:
 
 def expand(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:
     """Quantized rows as float32. Rows that are float32 already lie in the read-only file, and are copied."""
-    return torch.from_numpy(np.require(gguf.dequantize(data, kind), requirements="W"))
+    try:
+        rows = gguf.dequantize(data, kind)
+    except NotImplementedError:
+        raise ValueError(
+            f"tensors of kind {kind.name} are not supported: the gguf library does not expand them"
+        ) from None
+    return torch.from_numpy(np.require(rows, requirements="W"))
 
 
 def hf_name(name: str) -> str:

@@ -50,6 +50,8 @@ class HFFolder:
             missing = [file.name for file in files if not file.is_file()]
             if missing:
                 raise ValueError(f"{self.folder} lacks {', '.join(missing)}, named in model.safetensors.index.json")
+        elif (self.folder / "model.safetensors").is_file():  # alone: some makers add a copy in a layout of their own
+            files = [self.folder / "model.safetensors"]
         else:
             files = sorted(self.folder.glob("*.safetensors"))
         if not files:

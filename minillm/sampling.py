@@ -114,7 +114,7 @@ def penalize(logits: Tensor, params: SamplingParams, prompt: Sequence[int], outp
     if output:
         ids = torch.tensor(list(output), dtype=torch.long, device=logits.device)
         counts = torch.bincount(ids, minlength=len(logits)).to(logits.dtype)
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        logits -= params.frequency_penalty * counts + params.presence_penalty * counts.sign()
     return logits
 
 
@@ -133,7 +133,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     probabilities, order = logits.softmax(-1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities  # the mass of all better tokens
     drop = before >= p
-    drop[0] = False
+    drop[0] = False  # in float32 a tiny p is 0, and would drop even the best
     return logits.scatter(0, order[drop], -torch.inf)
 
 

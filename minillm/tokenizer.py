@@ -50,6 +50,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text ("<|im_start|>") are read as such; a model's own start token is
         put before the text unless `add_special_tokens` is False."""
+        text.encode()  # a ValueError for halves of surrogate pairs, which bytes that are not UTF-8 arrive as
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -64,13 +65,15 @@ class Tokenizer:
         if self.chat_template is None:
             raise ValueError("this model has no chat template; give it plain text to continue")
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise ValueError(f"a message needs 'role' and 'content': {message!r}")
+            texts = [message.get(part) for part in ("role", "content")] if isinstance(message, Mapping) else [None]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"a message needs 'role' and 'content' as text: {message!r}")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = refuse
         try:
             template = environment.from_string(self.chat_template)
-            return template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special)
+            given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self.special}
+            return template.render(given, tools=None, documents=None)  # none, rather than undefined, as in transformers
         except TemplateError as error:
             raise ValueError(f"the chat template does not take these messages: {error}") from None
 

@@ -7,24 +7,20 @@ import torch
 
 import minillm
 from minillm.config import ModelConfig
+from minillm.lab.tiny import TINY, tiny_model
 from minillm.model import Transformer
 
-TINY = ModelConfig(
-    vocab_size=37, d_model=24, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=4, d_ff=40, max_context=128, rope_theta=100.0
-)
+torch.set_num_threads(1)  # on small models and busy machines, threads wait for each other more than they work
 
 
-def tiny_model(seed: int = 0, config: ModelConfig = TINY, dtype: torch.dtype = torch.float64) -> Transformer:
-    """A random model whose text depends on everything it has read.
-
-    The head is untied and peaked, and the layers' weights are large: tied or timid random models repeat one token
-    whatever happens in attention, and a test on their text would pass with many a bug.
-    """
-    model = Transformer(config, dtype=dtype).init_weights(seed, std=0.25)
-    with torch.no_grad():
-        model.embed.weight.mul_(4)
-        model.head.weight.mul_(3)
-    return model.requires_grad_(False)
+def random_model(config: ModelConfig = TINY, seed: int = 0) -> Transformer:
+    """A `tiny_model` whose norms and biases are random too: at 1 and 0 a misplaced one would not show."""
+    model = tiny_model(seed, config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
 
 
 @pytest.fixture

@@ -85,10 +85,10 @@ def predict_naive(model: Transformer, w: Workload, limits: Limits) -> tuple[floa
 
 def predict_cached(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
     """One prefill, then steps of one token on a past that grows."""
-    past = len(w.prompt) + (w.new_tokens - 1) / 2  # the mean over the steps
     size = model.dtype.itemsize
-    decode = step_work(model.config, 1, past, weight_bytes=size, kv_bytes=size)
-    return prefill_seconds(model, len(w.prompt), limits), decode.seconds(limits)
+    pasts = range(len(w.prompt), len(w.prompt) + w.new_tokens - 1)
+    steps = [step_work(model.config, 1, past, weight_bytes=size, kv_bytes=size).seconds(limits) for past in pasts]
+    return prefill_seconds(model, len(w.prompt), limits), mean(steps)
 
 
 def prefill_seconds(model: Transformer, tokens: int, limits: Limits) -> float:
@@ -112,7 +112,8 @@ def climb(model: Transformer, workload: Workload, limits: Limits, progress: bool
 def row(rung: Rung, measured: dict[str, Measured[Run]], model: Transformer, w: Workload, limits: Limits) -> Row:
     own = measured[rung.stage]
     reference = measured[RUNGS[0].stage].runs[0].tokens
-    difference = first_difference(model, w.prompt, reference, own.runs[0].tokens)
+    differences = (first_difference(model, w.prompt, reference, run.tokens) for run in own.runs)
+    difference = next((found for found in differences if found), None)
     tpot = own.median(lambda run: run.times.tpot)
     weights = (model.config.layer_parameters + model.config.head_parameters) * model.dtype.itemsize
     predicted_ttft, predicted_tpot = rung.predict(model, w, limits)
@@ -146,9 +147,8 @@ def first_difference(
     """None if the texts are the same; else the first position, and how far apart the two best logits are there."""
     if tokens == reference:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(reference, tokens, strict=False)) if a != b), None)
-    if at is None:
-        return {"position": min(len(reference), len(tokens)), "margin": float("nan")}  # one is longer
+    pairs = enumerate(zip(reference, tokens, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(reference), len(tokens)))  # or one is longer
     best = next_logits(model, prompt + reference[:at], NoCache()).topk(2).values
     return {"position": at, "margin": float(best[0] - best[1])}
 

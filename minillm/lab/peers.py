@@ -80,7 +80,7 @@ def to_transformers(model: Transformer) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c = model.config
-    if c.qk_norm or c.qkv_bias or c.rope_scaling:
+    if c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or c.rope_scaling:
         raise ValueError("only a plain Llama model can be handed to transformers' LlamaForCausalLM")
     config = LlamaConfig(
         vocab_size=c.vocab_size,
@@ -99,7 +99,7 @@ def to_transformers(model: Transformer) -> torch.nn.Module:
     with torch.device("meta"):
         peer = LlamaForCausalLM(config)
     weights = destinations(model)
-    weights.setdefault("lm_head.weight", model.head.weight)
+    weights.setdefault("lm_head.weight", model.head.weight.detach())
     peer.load_state_dict(weights, assign=True)
     peer.tie_weights()
     peer.model.rotary_emb = type(peer.model.rotary_emb)(config)  # its buffer is not in the state dict

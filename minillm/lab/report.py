@@ -82,4 +82,4 @@ def plot_ladder(rows: list[Row], path: str | Path, caption: str) -> None:
     axes.set_xlabel("output tokens per second, whole request (median, smallest and largest)")
     axes.set_title("The ladder: the same text, stage by stage")
     figure.supxlabel(caption, fontsize=8)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, format="png", dpi=150)
