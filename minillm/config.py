@@ -128,7 +128,7 @@ def refuse_other_activations(raw: Mapping[str, Any]) -> None:
 
 def refuse_sliding_window(raw: Mapping[str, Any], family: str, max_context: int) -> None:
     """A window hides far tokens, which this code does not do. Texts no longer than the window are not affected."""
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", 4096 if family == "mistral" else None)  # a Mistral that names none has 4096
     used = family == "mistral" or raw.get("use_sliding_window", False)
     if used and window is not None and window < max_context:
         raise ValueError(

@@ -69,20 +69,19 @@ class GGUFFile:
             if name not in fields:
                 raise ValueError(f"the GGUF file has no field {name!r}")
         tokens = fields["tokenizer.ggml.tokens"]
-        end = fields.get("tokenizer.ggml.eos_token_id")
-        special = {
-            name: tokens[fields[f"tokenizer.ggml.{name}_id"]]
-            for name in ("bos_token", "eos_token")
-            if f"tokenizer.ggml.{name}_id" in fields
-        }
+        names = ("bos_token", "eos_token")
+        ids = {name: fields.get(f"tokenizer.ggml.{name}_id") for name in names}
+        ids = {name: i for name, i in ids.items() if i is not None}
+        if not all(0 <= i < len(tokens) for i in ids.values()):
+            raise ValueError(f"the GGUF file names start and end tokens {ids}, but has {len(tokens)} tokens")
         return bpe_tokenizer(
             tokens,
             fields["tokenizer.ggml.token_type"],
             fields["tokenizer.ggml.merges"],
             fields.get("tokenizer.ggml.pre", "gpt-2"),
-            end_ids=() if end is None else (end,),
+            end_ids=(ids["eos_token"],) if "eos_token" in ids else (),
             chat_template=fields.get("tokenizer.chat_template"),
-            special=special,
+            special={name: tokens[i] for name, i in ids.items()},
         )
 
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:

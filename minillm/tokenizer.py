@@ -116,7 +116,11 @@ def bpe_tokenizer(
     if pre_tokenizer not in DIGITS_ALONE:
         raise ValueError(f"the pre-tokenizer {pre_tokenizer!r} is not known here; known: {', '.join(DIGITS_ALONE)}")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges]))
+    try:
+        bpe = models.BPE(vocab=vocabulary, merges=[tuple(merge.split(" ")) for merge in merges])
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"the merges do not fit the vocabulary ({error})") from None
+    backend = Backend(bpe)
     words = [pre_tokenizers.ByteLevel(add_prefix_space=False)]  # its built-in expression is GPT-2's
     if DIGITS_ALONE[pre_tokenizer]:
         words.insert(0, pre_tokenizers.Digits(individual_digits=True))
