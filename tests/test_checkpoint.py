@@ -398,7 +398,10 @@ def test_a_gguf_file_cut_anywhere_is_refused(tmp_path):
         (lambda f: f.update({"tokenizer.ggml.model": "llama"}), "tokenizer of kind 'llama'; minillm builds 'gpt2'"),
         (lambda f: f.update({"tokenizer.ggml.pre": "llama-bpe"}), "pre-tokenizer 'llama-bpe' is not known here"),
         (lambda f: f.pop("tokenizer.ggml.merges"), "the GGUF file has no field 'tokenizer.ggml.merges'"),
-        (lambda f: f["tokenizer.ggml.merges"].append("never seen"), "the merges do not fit the vocabulary"),
+        (
+            lambda f: f.update({"tokenizer.ggml.merges": [*f["tokenizer.ggml.merges"], "never seen"]}),
+            "the merges do not fit the vocabulary",
+        ),
         (lambda f: f.update({"tokenizer.ggml.eos_token_id": 99999}), "names start and end tokens .*99999.*but has"),
         (lambda f: f.pop("tokenizer.ggml.tokens"), "the GGUF file has no field 'tokenizer.ggml.tokens'"),
         (lambda f: f.update({"llama.attention.head_count_kv": 3}), "must be a multiple of n_kv_heads"),
