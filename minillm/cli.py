@@ -33,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = subparsers.add_parser("generate", help="continue a text")
-    command.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    command.add_argument(
+        "prompt", help="the text to continue; - reads it from standard input (without its last line end)"
+    )
     command.add_argument("--no-cache", action="store_true", help="recompute everything at every step (stage 1)")
     command.add_argument("--ids", action="store_true", help="print token ids instead of text")
     command.add_argument(

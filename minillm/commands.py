@@ -36,16 +36,17 @@ def load_model(options: argparse.Namespace):
 
     from minillm.checkpoint import load
 
-    if options.device is not None and options.device.split(":")[0] not in ("cpu", "cuda"):
+    kind = None if options.device is None else options.device.split(":")[0]
+    if kind not in (None, "cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, not {options.device!r}")
-    if options.device not in (None, "cpu") and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: PyTorch sees no GPU here")
     return load(options.model, dtype=getattr(torch, options.dtype), device=options.device)
 
 
 def generate(options: argparse.Namespace) -> None:
     params = sampling_params(options, options.logprobs)  # before the model: a wrong option should not wait for it
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
     if not prompt:
         raise ValueError("the prompt is empty: there is nothing to continue")
     model, tokenizer = load_model(options)
@@ -65,13 +66,16 @@ def generate(options: argparse.Namespace) -> None:
         for piece in done:
             best = ", ".join(f"{tokenizer.piece(t)!r} {lp:.3f}" for t, lp in piece.top_logprobs.items())
             print(f"{tokenizer.piece(piece.token)!r:20} {piece.logprob:8.3f}   {best}")
-    if done:
-        last = done[-1]
-        rate = "" if len(done) < 2 else f", {(len(done) - 1) / (last.seconds - done[0].seconds):.1f} tokens/s after it"
-        print(
-            f"[{len(done)} tokens, first after {done[0].seconds * 1e3:.0f} ms{rate}; ended by {last.finish_reason}]",
-            file=sys.stderr,
-        )
+    print(f"[{summary(done)}]", file=sys.stderr)
+
+
+def summary(pieces: list) -> str:
+    """What `generate` says of the speed when it is done."""
+    if not pieces:
+        return "no token was asked for, or the prompt fills the context"
+    first, last = pieces[0], pieces[-1]
+    rate = "" if len(pieces) < 2 else f", {(len(pieces) - 1) / (last.seconds - first.seconds):.1f} tokens/s after it"
+    return f"{len(pieces)} tokens, first after {first.seconds * 1e3:.0f} ms{rate}; ended by {last.finish_reason}"
 
 
 def chat(options: argparse.Namespace) -> None:
@@ -104,6 +108,7 @@ def chat(options: argparse.Namespace) -> None:
 
 def ladder(options: argparse.Namespace) -> None:
     from minillm.checkpoint import load
+    from minillm.fetch import default_model
     from minillm.lab import ladder, report, roofline
     from minillm.lab.machine import busy_warning, describe, one_line
     from minillm.lab.workload import read_workload
@@ -116,7 +121,7 @@ def ladder(options: argparse.Namespace) -> None:
     workload = read_workload("story", tokenizer, options.quick)
     rows = ladder.climb(model, workload, limits)
     caption = (
-        f"SmolLM2-135M, float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; medians of "
+        f"{default_model().stem} in float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; medians of "
         f"{workload.repeats} runs in alternation.\n{one_line(machine)}; "
         f"measured limits {limits.bandwidth / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s."
     )
@@ -138,7 +143,7 @@ def peers(options: argparse.Namespace) -> None:
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu")
-    result = peers.compare(model, tokenizer, read_workload("story", tokenizer).prompt)
+    result = peers.compare(model, read_workload("story", tokenizer).prompt)
     print(report.peers_table(result["results"]))
     print()
     for name, ratio in result["ratios"].items():

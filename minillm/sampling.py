@@ -75,6 +75,7 @@ class SamplingParams:
         )
         if self.seed is not None:
             whole("seed", self.seed, "None, 0 or a positive whole number")
+            check("seed", self.seed, self.seed < 2**64, "below 2**64")
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, "None (off), 0 or a positive whole number")
         if "" in self.stop:

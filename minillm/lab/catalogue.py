@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minillm.config import ModelConfig
+from minillm.config import ModelConfig, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ GPUS = dict(
     )
 )
 
-# From each model's published config.json.
+# From each model's published config.json (Qwen2.5: the Instruct model's).
 MODELS = {
     "SmolLM2-135M": ModelConfig(49152, 576, 30, 9, 3, 64, 1536, 8192, 100000.0, tied_embeddings=True),
-    "Qwen3-0.6B": ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, 40960, 1e6, tied_embeddings=True, qk_norm=True),
+    "Qwen3-0.6B": ModelConfig(
+        151936, 1024, 28, 16, 8, 128, 3072, 40960, 1e6, None, 1e-6, tied_embeddings=True, qk_norm=True
+    ),
     "Llama-2-7B": ModelConfig(32000, 4096, 32, 32, 32, 128, 11008, 4096),
     "Mistral-7B": ModelConfig(32000, 4096, 32, 32, 8, 128, 14336, 32768),
-    "Llama-3.1-8B": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, 131072, 500000.0),
-    "Qwen2.5-32B": ModelConfig(152064, 5120, 64, 40, 8, 128, 27648, 32768, 1e6, qkv_bias=True),
+    "Llama-3.1-8B": ModelConfig(128256, 4096, 32, 32, 8, 128, 14336, 131072, 500000.0, RopeScaling(8, 1, 4, 8192)),
+    "Qwen2.5-32B": ModelConfig(152064, 5120, 64, 40, 8, 128, 27648, 32768, 1e6, None, 1e-6, qkv_bias=True),
     "Llama-2-70B": ModelConfig(32000, 8192, 80, 64, 8, 128, 28672, 4096),
 }

@@ -15,7 +15,7 @@ from minillm.lab.machine import busy_warning, describe, one_line, version
 
 PACKAGES = (
     "minillm", "torch", "triton", "numpy", "einops", "tokenizers", "safetensors", "gguf", "jinja2", "jupyterlab",
-    "ipywidgets", "matplotlib", "pytest", "nbval", "transformers", "llama-cpp-python",
+    "ipywidgets", "matplotlib", "pytest", "nbval", "hypothesis", "transformers", "llama-cpp-python",
 )  # fmt: skip
 NEEDED_BYTES = 3e9  # weights in float32, their file, PyTorch, and room for a notebook
 
@@ -29,14 +29,14 @@ class Finding:
     mend: str = ""
 
 
-def examine() -> list[Finding]:
-    return [python(), memory(), load(), model_file(), triton(), gpu(), tests(), jupyter()]
+def examine(busy: float) -> list[Finding]:
+    return [python(), memory(), load(busy), model_file(), triton(), gpu(), tests(), jupyter()]
 
 
 def report() -> tuple[str, bool]:
     """The text to print, and whether nothing failed."""
     machine = describe()
-    findings = examine()
+    findings = examine(float(machine["busy"]))
     lines = [one_line(machine), ""]
     lines += [f"{name:18} {version(name) or 'not installed'}" for name in PACKAGES]
     lines.append("")
@@ -60,8 +60,8 @@ def memory() -> Finding:
     return Finding("FAIL", f"only {free / 1e9:.1f} GB of memory available", "close other programs; 3 GB are enough")
 
 
-def load() -> Finding:
-    warning = busy_warning(float(describe()["busy"]))
+def load(busy: float) -> Finding:
+    warning = busy_warning(busy)
     return Finding("SKIP", warning) if warning else Finding("ok", "the machine is idle: timings can be trusted")
 
 

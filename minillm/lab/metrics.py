@@ -60,7 +60,10 @@ def duration(requests: Sequence[RequestTimes]) -> float:
     """Seconds from the first arrival to the last token."""
     if not any(r.tokens for r in requests):
         raise ValueError("no request has produced a token")
-    return max(r.tokens[-1] for r in requests if r.tokens) - min(r.arrival for r in requests)
+    seconds = max(r.tokens[-1] for r in requests if r.tokens) - min(r.arrival for r in requests)
+    if seconds == 0:
+        raise ValueError("all tokens came out at the moment of arrival: no rate can be computed")
+    return seconds
 
 
 def throughput(requests: Sequence[RequestTimes]) -> float:

@@ -21,7 +21,6 @@ from minillm.lab.bench import alternate
 from minillm.lab.machine import version
 from minillm.model import Transformer
 from minillm.sampling import SamplingParams
-from minillm.tokenizer import Tokenizer
 
 TASK = "one request, 64 tokens in, 128 out"
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -34,7 +33,7 @@ RATIOS = (
 )
 
 
-def compare(model: Transformer, tokenizer: Tokenizer, prompt: list[int], progress: bool = True) -> dict[str, object]:
+def compare(model: Transformer, prompt: list[int], progress: bool = True) -> dict[str, object]:
     """Tokens per second of every peer that is installed, and the ratios; a ratio is null where a side is missing."""
     if len(prompt) != PROMPT_TOKENS:
         raise ValueError(f"the prompt must have {PROMPT_TOKENS} tokens, not {len(prompt)}")
@@ -94,6 +93,7 @@ def to_transformers(model: Transformer) -> torch.nn.Module:
         rms_norm_eps=c.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
         tie_word_embeddings=c.tied_embeddings,
+        eos_token_id=None,  # nothing ends the text early, as `ignore_eos` does for us
         attn_implementation="sdpa",
     )
     with torch.device("meta"):
@@ -101,7 +101,6 @@ def to_transformers(model: Transformer) -> torch.nn.Module:
     weights = destinations(model)
     weights.setdefault("lm_head.weight", model.head.weight.detach())
     peer.load_state_dict(weights, assign=True)
-    peer.tie_weights()
     peer.model.rotary_emb = type(peer.model.rotary_emb)(config)  # its buffer is not in the state dict
     return peer.eval().requires_grad_(False)
 
@@ -115,7 +114,6 @@ def transformers_generate(peer: torch.nn.Module, prompt: list[int]) -> float:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
             do_sample=False,
             pad_token_id=0,
         )

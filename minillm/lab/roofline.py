@@ -81,6 +81,18 @@ def step_work(
     return Work(batch * flops, weights * weight_bytes + batch * kv_rows * config.kv_elements_per_token * kv_bytes)
 
 
+def request_steps(
+    config: ModelConfig, prompt: int, output: int, batch: int = 1, weight_bytes: float = 4, kv_bytes: float = 4
+) -> list[Work]:
+    """The passes that `batch` equal requests take: the prefill gives each its first token, then a step for each further
+    one, on a past that grows. As many passes as output tokens; the last token is not fed."""
+    if prompt < 1 or output < 0:
+        raise ValueError(f"impossible request: a prompt of {prompt} tokens, an output of {output}")
+    sizes = {"batch": batch, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes}
+    decode = [step_work(config, 1, past, **sizes) for past in range(prompt, prompt + output - 1)]
+    return [step_work(config, prompt, **sizes), *decode] if output else []
+
+
 def gpu_limits(name: str) -> Limits:
     """The published limits of a GPU of the catalogue, at 16 bits."""
     if name not in GPUS:

@@ -32,4 +32,6 @@ def read_workload(name: str, tokenizer: Tokenizer, quick: bool = False) -> Workl
     ids = tokenizer.encode(raw["prompt"])
     if len(ids) < raw["prompt_tokens"]:
         raise ValueError(f"the text of workload {name!r} has {len(ids)} tokens, fewer than {raw['prompt_tokens']}")
+    if raw["new_tokens"] < 2:
+        raise ValueError(f"workload {name!r} must generate at least two tokens: a gap needs two")
     return Workload(raw["name"], ids[: raw["prompt_tokens"]], raw["new_tokens"], raw["repeats"])

@@ -1,0 +1,85 @@
+"""A workload is what its file says: the same tokens on every machine, greedy and to the full."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import pytest
+
+from minillm.lab import workload
+from minillm.lab.workload import Workload, read_workload
+from minillm.sampling import SamplingParams
+
+
+def test_the_story_is_pinned(smollm2):
+    """A changed file, tokenizer or cut would make numbers of different days incomparable."""
+    _, tokenizer = smollm2
+    story = read_workload("story", tokenizer)
+    assert (story.name, len(story.prompt), story.new_tokens, story.repeats) == ("story", 64, 64, 5)
+    assert story.prompt[:8] == [504, 1573, 9191, 16201, 4161, 418, 260, 1112]
+    assert tokenizer.decode(story.prompt).endswith("but the sailors did not. They knew that each clock belonged to a")
+
+
+def test_quick_is_the_same_text_with_smaller_sizes(smollm2):
+    _, tokenizer = smollm2
+    full, quick = read_workload("story", tokenizer), read_workload("story", tokenizer, quick=True)
+    assert quick.prompt == full.prompt
+    assert (quick.new_tokens, quick.repeats) == (32, 3)
+
+
+def test_a_workload_is_greedy_and_runs_to_the_full():
+    params = Workload("w", [1, 2], new_tokens=7, repeats=1).params
+    assert params == SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+
+
+class Letters:
+    """A token for each letter."""
+
+    def encode(self, text):
+        return [ord(letter) for letter in text]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of workloads in the package's place."""
+    monkeypatch.setattr(workload.resources, "files", lambda package: tmp_path)
+    (tmp_path / "workloads").mkdir()
+    return tmp_path / "workloads"
+
+
+def write(folder, **changes):
+    content = {"name": "w", "prompt": "abcdef", "prompt_tokens": 4, "new_tokens": 3, "repeats": 2, **changes}
+    (folder / "w.json").write_text(json.dumps(content))
+
+
+def test_the_prompt_is_cut_to_the_tokens_that_the_file_names(folder):
+    write(folder)
+    assert read_workload("w", Letters()) == Workload("w", [97, 98, 99, 100], 3, 2)
+
+
+def test_quick_takes_only_what_the_file_gives_for_it(folder):
+    write(folder, quick={"prompt_tokens": 2, "repeats": 1})
+    assert read_workload("w", Letters(), quick=True) == Workload("w", [97, 98], 3, 1)
+    assert read_workload("w", Letters()) == Workload("w", [97, 98, 99, 100], 3, 2)
+
+
+def test_a_text_that_is_too_short_is_refused(folder):
+    write(folder, prompt_tokens=7)
+    with pytest.raises(ValueError, match="workload 'w' has 6 tokens, fewer than 7"):
+        read_workload("w", Letters())
+
+
+def test_an_unknown_workload_is_an_error_that_names_its_file():
+    with pytest.raises(FileNotFoundError, match=r"epic\.json"):
+        read_workload("epic", Letters())
+
+
+def test_every_workload_of_the_package_can_be_read(smollm2):
+    files = [file for file in (resources.files("minillm.lab") / "workloads").iterdir() if file.name.endswith(".json")]
+    assert files
+    for file in files:
+        for quick in (False, True):
+            found = read_workload(file.name.removesuffix(".json"), smollm2[1], quick)
+            assert found.name == file.name.removesuffix(".json")
+            assert found.prompt and found.new_tokens > 1 and found.repeats > 0
