@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
 
@@ -10,6 +13,8 @@ from minillm.config import ModelConfig
 from minillm.lab.tiny import TINY, tiny_model
 from minillm.model import Transformer
 
+os.environ.setdefault("MINILLM_FAST", "1")  # the notebooks' kernels inherit it: small sizes
+os.environ["MINILLM_PROGRESS"] = os.path.join(tempfile.mkdtemp(), "progress.json")  # not the learner's own
 torch.set_num_threads(1)  # on small models and busy machines, threads wait for each other more than they work
 
 

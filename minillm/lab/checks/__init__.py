@@ -1,0 +1,1 @@
+"""The properties that each exercise task must have, one module a notebook."""

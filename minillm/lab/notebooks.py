@@ -1,0 +1,61 @@
+"""Execute the course's notebooks and store them cleanly: `minillm notebooks 02`.
+
+Stored outputs are what a reader sees on a code host. Widgets cannot live there, so their views and states are left
+out and their place says so; execution counts run from 1; times and other noise of a run are not stored.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_TEXT = "(a widget: run this notebook to use it; the figure beside it shows the same)"
+TIMEOUT = 600  # seconds a cell
+
+
+def find(folder: Path, number: str) -> Path:
+    """The notebook of a folder whose name begins with this number."""
+    matches = sorted(folder.glob(f"{number}_*.ipynb"))
+    if len(matches) != 1:
+        known = ", ".join(path.stem.split("_")[0] for path in sorted(folder.glob("*_*.ipynb"))) or "none"
+        raise ValueError(f"there is no notebook {number!r} in {folder}; known: {known}")
+    return matches[0]
+
+
+def execute(path: Path, fast: bool = False, allow_errors: bool = False) -> nbformat.NotebookNode:
+    """Run all cells in a fresh kernel in the notebook's own folder. -> the executed notebook, not yet stored."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=TIMEOUT,
+        kernel_name="python3",
+        allow_errors=allow_errors,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    client.execute(env={**os.environ, "MINILLM_FAST": "1" if fast else "0"})
+    return notebook
+
+
+def store(notebook: nbformat.NotebookNode, path: Path) -> None:
+    """Write an executed notebook without what only a running kernel can use."""
+    for cell in notebook.cells:
+        cell.metadata = {"tags": cell.metadata.tags} if cell.metadata.get("tags") else {}
+        if cell.cell_type == "code":
+            cell.outputs = [clean(output) for output in cell.outputs]
+    notebook.metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "language_info": {"name": "python"},
+    }
+    nbformat.validate(notebook)
+    path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+
+
+def clean(output: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    if WIDGET_VIEW in output.get("data", {}):
+        output.data = {"text/plain": WIDGET_TEXT}
+    return output
