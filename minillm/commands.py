@@ -121,8 +121,8 @@ def ladder(options: argparse.Namespace) -> None:
     workload = read_workload("story", tokenizer, options.quick)
     rows = ladder.climb(model, workload, limits)
     caption = (
-        f"{default_model().stem} in float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; medians of "
-        f"{workload.repeats} runs in alternation.\n{one_line(machine)}; "
+        f"{default_model().stem} in float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; "
+        f"medians of {workload.repeats} runs in alternation.\n{one_line(machine)}; "
         f"measured limits {limits.bandwidth / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s."
     )
     print(report.ladder_table(rows, "github" if options.markdown else "simple"))
