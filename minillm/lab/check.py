@@ -174,8 +174,8 @@ def expect_number(got: object, want: float, label: str = "result", rtol: float =
     assert got is not None, f"{label}: your function returned None; is a `return` missing?"
     assert isinstance(got, (int, float)), f"{label}: expected a number, got {type(got).__name__}"
     close = abs(got - want) <= rtol * abs(want)
-    assert close, f"{label}: yours {got:.6g}, expected {want:.6g} (yours is {ratio(got, want)} of it)"
+    assert close, f"{label}: yours {got:.6g}, expected {want:.6g} (yours is {ratio(got, want)} that)"
 
 
 def ratio(got: float, want: float) -> str:
-    return f"{got / want:.4g} times" if want else "not a multiple"
+    return f"{got / want:.4g} times" if want else "no multiple of"

@@ -1,7 +1,7 @@
 """Execute the course's notebooks and store them cleanly: `minillm notebooks 02`.
 
 Stored outputs are what a reader sees on a code host. Widgets cannot live there, so their views and states are left
-out and their place says so; execution counts run from 1; times and other noise of a run are not stored.
+out and their place says so; execution counts run from 1; metadata of the run, such as times of day, are not stored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_TEXT = "(a widget: run this notebook to use it; the figure beside it shows the same)"
@@ -37,7 +38,10 @@ def execute(path: Path, fast: bool = False, allow_errors: bool = False) -> nbfor
         coalesce_streams=True,
         resources={"metadata": {"path": str(path.parent)}},
     )
-    client.execute(env={**os.environ, "MINILLM_FAST": "1" if fast else "0"})
+    try:
+        client.execute(env={**os.environ, "MINILLM_FAST": "1" if fast else "0"})
+    except CellExecutionError as error:
+        raise ValueError(f"{path.name}: a cell failed with {error.ename}: {error.evalue}") from None
     return notebook
 
 

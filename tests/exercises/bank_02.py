@@ -132,7 +132,7 @@ def row_by_row(k_cache, v_cache, length, q, k, v):
 # ---------------------------------------------------------------- kv_bytes
 
 
-@BANK.wrong("kv_bytes", says="yours is 0.5 times of it|yours is 0.5 times")
+@BANK.wrong("kv_bytes", says="yours is 0.5 times that")
 def only_the_keys(config, tokens, bytes_per_number):
     return tokens * config.n_layers * config.n_kv_heads * config.head_dim * bytes_per_number
 
