@@ -4,7 +4,8 @@ Greedy decoding takes the best token at each step, and may miss a text that is m
 extends `n_beams` texts at once and keeps the best of all extensions. Each beam has its own store, forked where one
 text becomes two. With one beam it is greedy decoding; with enough beams it is exhaustive.
 
-Graves, "Sequence Transduction with Recurrent Neural Networks" (2012); length penalty: Wu et al. (2016), section 7.
+Graves, "Sequence Transduction with Recurrent Neural Networks" (2012); Wu et al. (2016), section 7, for a length penalty
+(theirs has another form; here it is the plain power of the length).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.generation import SequenceStore, next_logits, prompt_ids, room
+from minillm.generation import next_logits, prompt_ids, room
 from minillm.kv_cache import ContiguousKV
-from minillm.model import Transformer
+from minillm.model import SequenceStore, Transformer
 from minillm.sampling import SamplingParams
 
 
@@ -35,15 +36,18 @@ def beam_search(
     end_ids: Sequence[int] = (),
     length_penalty: float = 1.0,
 ) -> list[Beam]:
-    """The n_beams best continuations found, best first. A beam ends with an end token or after `max_tokens`."""
+    """The n_beams best continuations found, by score, best first. One ends with an end token or after `max_tokens`.
+
+    The search is over as soon as n_beams of them have ended with an end token ("early stopping" elsewhere).
+    With length_penalty 0 the score is the log-probability; with 1 its mean over the tokens.
+    """
     if n_beams < 1 or max_tokens < 1:
         raise ValueError(f"n_beams and max_tokens must be at least 1, not {n_beams} and {max_tokens}")
     ids = prompt_ids(model, None, prompt)
-    store = ContiguousKV(
-        model.config, room(model, ids, SamplingParams(max_tokens=max_tokens)), model.dtype, model.device
-    )
     if len(ids) + max_tokens > model.config.max_context:
         raise ValueError(f"{len(ids)} + {max_tokens} tokens do not fit the context of {model.config.max_context}")
+    capacity = room(model, ids, SamplingParams(max_tokens=max_tokens))
+    store = ContiguousKV(model.config, capacity, model.dtype, model.device)
     live: list[tuple[float, list[int], SequenceStore]] = [(0.0, [], store)]
     done: list[Beam] = []
 

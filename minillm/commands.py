@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
@@ -36,11 +37,11 @@ def load_model(options: argparse.Namespace):
 
     from minillm.checkpoint import load
 
-    kind = None if options.device is None else options.device.split(":")[0]
-    if kind not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, not {options.device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: PyTorch sees no GPU here")
+    if options.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise ValueError(f"--device must be cpu, cuda or cuda:N, not {options.device!r}")
+    index = int(options.device.partition(":")[2] or 0) if options.device not in (None, "cpu") else -1
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"--device {options.device}: PyTorch sees no such GPU here")
     return load(options.model, dtype=getattr(torch, options.dtype), device=options.device)
 
 
@@ -102,7 +103,7 @@ def chat(options: argparse.Namespace) -> None:
             print()
         except KeyboardInterrupt:  # ends the answer, not the conversation
             print()
-        except ValueError as error:  # the conversation stands as it was before this message
+        except ValueError as error:  # a message that does not fit changes nothing
             print(f"minillm: {error}; {RESET} starts anew", file=sys.stderr)
 
 

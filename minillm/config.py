@@ -15,7 +15,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's stretch of the rotary frequencies ("The Llama 3 Herd of Models", section 3.4.3, as released in 3.1)."""
+    """Llama 3.1's stretch of the rotary frequencies, as in the code released with that model."""
 
     factor: float
     low_freq_factor: float

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from minillm.kv_cache import ContiguousKV
-from minillm.model import NoCache, Transformer
+from minillm.model import SequenceStore, Transformer
 from minillm.sampling import SamplingParams, new_generator, sample, top_logprobs
 from minillm.stopping import StopStrings
 from minillm.tokenizer import Detokenizer, Tokenizer
-
-SequenceStore = NoCache | ContiguousKV
 
 
 @dataclass(frozen=True)

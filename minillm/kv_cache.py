@@ -4,7 +4,7 @@ Without a cache, step n recomputes the keys and values of all n tokens, though t
 only what comes before it. `ContiguousKV` writes them down once, in one block of memory for each layer, so that a step
 computes one token and reads the rest. The memory it takes is what the following stages are about.
 
-Pope et al., "Efficiently Scaling Transformer Inference" (2022), section 3.3.
+Pope et al., "Efficiently Scaling Transformer Inference" (2022), section 2.
 """
 
 from __future__ import annotations

@@ -39,6 +39,22 @@ class KVStore(Protocol):
         ...
 
 
+class SequenceStore(KVStore, Protocol):
+    """A store of one sequence, as the loop uses it. `length` tokens are past."""
+
+    length: int
+
+    def commit(self, n: int) -> None:
+        """Make the first n of the rows written last part of the past."""
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+
+    def fork(self) -> SequenceStore:
+        """An independent copy, for a text that splits in two."""
+        ...
+
+
 class NoCache:
     """The store that keeps nothing: all tokens of every sequence go in at every step. Differentiable.
 

@@ -34,7 +34,7 @@ class SamplingParams:
                   prompt or output, once (Keskar et al. 2019, "CTRL").
     presence_penalty, frequency_penalty: 0 is off; subtracted once, or once for each occurrence, from the logits of
                   tokens that occur in the output.
-    seed:         None draws a fresh one. The same seed gives the same tokens.
+    seed:         None draws a fresh one. The same seed gives the same tokens from the same logits.
     max_tokens, min_tokens: how many tokens are generated at most and, unless the context ends, at least.
     stop_ids:     tokens that end the text, besides the tokenizer's own end tokens; one id or several.
     stop:         strings that end the text; they are not part of it.

@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(busy: float) -> list[Finding]:
-    return [python(), memory(), load(busy), model_file(), triton(), gpu(), tests(), jupyter()]
+    return [python(), memory(), idle(busy), model_file(), triton(), gpu(), tests(), jupyter()]
 
 
 def report() -> tuple[str, bool]:
@@ -60,7 +60,7 @@ def memory() -> Finding:
     return Finding("FAIL", f"only {free / 1e9:.1f} GB of memory available", "close other programs; 3 GB are enough")
 
 
-def load(busy: float) -> Finding:
+def idle(busy: float) -> Finding:
     warning = busy_warning(busy)
     return Finding("SKIP", warning) if warning else Finding("ok", "the machine is idle: timings can be trusted")
 

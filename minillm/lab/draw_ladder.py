@@ -50,12 +50,12 @@ def draw_ladder(rows: Sequence[Row], quantity: str = "tokens per second") -> Pic
     return draw_bars([row.stage for row in rows], values, unit, f"The ladder, {quantity}: {same}", alt, form)
 
 
-def draw_map(ready: Sequence[str] = ()) -> Picture:
-    """The stages from bottom to top. `ready`: numbers of those whose notebook is there; the others are drawn pale."""
+def draw_map(ready: Sequence[str] | None = None) -> Picture:
+    """The stages from bottom to top. `ready`: numbers of those whose notebook is there (None: all); others are pale."""
     alt = "A ladder of stages: " + "; ".join(f"{s.number} {s.name}, which buys {s.buys}" for s in STAGES)
     figure, axes = picture(9, 5.2, "Each stage is one new file; the model and the loop stay as they are", alt)
     for i, stage in enumerate(STAGES):
-        here = not ready or stage.number in ready
+        here = ready is None or stage.number in ready
         axes.barh(
             i,
             2.6,

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
 
-from minillm.generation import SequenceStore, generate, next_logits, room
+from minillm.generation import generate, next_logits, room
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.bench import Measured, alternate
 from minillm.lab.metrics import RequestTimes, throughput
-from minillm.lab.roofline import Limits, step_work
+from minillm.lab.roofline import Limits, request_steps, step_work
 from minillm.lab.workload import Workload
-from minillm.model import NoCache, Transformer
+from minillm.model import NoCache, SequenceStore, Transformer
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def predict_naive(model: Transformer, w: Workload, limits: Limits) -> tuple[floa
 def predict_cached(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
     """One prefill, then steps of one token on a past that grows."""
     size = model.dtype.itemsize
-    pasts = range(len(w.prompt), len(w.prompt) + w.new_tokens - 1)
-    steps = [step_work(model.config, 1, past, weight_bytes=size, kv_bytes=size).seconds(limits) for past in pasts]
-    return prefill_seconds(model, len(w.prompt), limits), mean(steps)
+    steps = request_steps(model.config, len(w.prompt), w.new_tokens, weight_bytes=size, kv_bytes=size)
+    first, *later = [step.seconds(limits) for step in steps]
+    return first, mean(later)
 
 
 def prefill_seconds(model: Transformer, tokens: int, limits: Limits) -> float:

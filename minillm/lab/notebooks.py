@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_TEXT = "(a widget: run this notebook to use it; the figure beside it shows the same)"
@@ -42,6 +42,8 @@ def execute(path: Path, fast: bool = False, allow_errors: bool = False) -> nbfor
         client.execute(env={**os.environ, "MINILLM_FAST": "1" if fast else "0"})
     except CellExecutionError as error:
         raise ValueError(f"{path.name}: a cell failed with {error.ename}: {error.evalue}") from None
+    except DeadKernelError:
+        raise ValueError(f"{path.name}: its kernel died, perhaps for want of memory") from None
     return notebook
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 ENVIRONMENT_VARIABLE = "MINILLM_PROGRESS"
 FILE_NAME = ".minillm_progress.json"
 
+STATES = ("TODO", "FAIL", "ERROR", "PASS")
 Progress = dict[str, dict[str, dict[str, object]]]
 
 
@@ -30,8 +31,13 @@ def read_file(path: Path) -> Progress:
     """{chapter: {task: {"state", "tries"}}}; a damaged file counts as empty, since it only records progress."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError):
+        return {
+            chapter: {
+                task: entry for task, entry in tasks.items() if entry["state"] in STATES and int(entry["tries"]) >= 0
+            }
+            for chapter, tasks in content.items()
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 

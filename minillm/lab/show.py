@@ -61,7 +61,7 @@ def predicted_and_measured(unit: str, rows: Sequence[tuple[str, float | None, fl
             "no guess" if guess is None else f"{guess:.3g}",
             f"{formula:.3g}",
             f"{measured:.3g}",
-            f"{measured / formula:.2f}",
+            f"{measured / formula:.3g}",
         ]
         for what, guess, formula, measured in rows
     ]

@@ -240,7 +240,7 @@ DIAGNOSES = [
     (expect_number, torch.tensor(1.0), 1, "x: expected a number, got Tensor"),
     (expect_number, 1.5, 1.0, r"x: yours 1\.5, expected 1 .*1\.5 times"),
     (expect_number, NAN, 1.0, "x: yours nan, expected 1 "),
-    (expect_number, 1.0, 0.0, "x: yours 1, expected 0 .*not a multiple"),
+    (expect_number, 1.0, 0.0, "x: yours 1, expected 0 .*no multiple of that"),
 ]
 
 

@@ -54,7 +54,7 @@ def test_too_little_memory_fails(monkeypatch, free, state):
 
 @pytest.mark.parametrize(("busy", "state"), [(0.01, "ok"), (0.9, "SKIP")])
 def test_a_busy_machine_is_said_to_be_busy(busy, state):
-    finding = doctor.load(busy)
+    finding = doctor.idle(busy)
     assert finding.state == state
     assert ("90%" in finding.what) == (state == "SKIP")
 

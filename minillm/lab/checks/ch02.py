@@ -11,6 +11,7 @@ from minillm.lab.tiny import tiny_model
 from minillm.model import NoCache, Transformer
 
 CHAPTER = Chapter("02")
+MOST_PASSES = 100
 
 
 mask = CHAPTER.task(
@@ -30,6 +31,7 @@ def oracle_mask(n_queries: int, n_keys: int) -> list[list[bool]]:
 def check_mask(fn, n_queries: int, n_keys: int) -> None:
     got = fn(n_queries, n_keys)
     label = f"causal_mask({n_queries}, {n_keys})"
+    assert got is not None, f"{label}: your function returned None; is a `return` missing?"
     assert isinstance(got, Tensor), f"{label}: expected a tensor, got {type(got).__name__}"
     assert got.dtype == torch.bool, f"{label}: dtype {got.dtype}, expected torch.bool (True: may be seen)"
     assert list(got.shape) == [n_queries, n_keys], f"{label}: shape {list(got.shape)}, expected {[n_queries, n_keys]}"
@@ -64,9 +66,9 @@ def a_chunk_on_a_past(fn):
 attend = CHAPTER.task(
     "attend",
     hints=(
-        "Three steps: write k and v behind the past, look at the first length + T rows of the cache, attend.",
+        "What must have happened to the new rows before a query can see itself?",
         "The cache is [heads, tokens, head_dim], the new rows are [tokens, heads, head_dim]: transpose one of them.",
-        "minillm.attention.attention(q, k, v) takes [tokens, heads, head_dim] and does mask, scale and grouped heads.",
+        "Write k and v behind the past, look at the first length + T rows of the cache, transpose, attend.",
     ),
 )
 
@@ -197,7 +199,7 @@ class Recorder:
 
     def __init__(self, n_layers: int):
         self.rows: list[tuple[Tensor, Tensor] | None] = [None] * n_layers
-        self.length, self.fed = 0, []
+        self.length, self.capacity, self.fed = 0, MOST_PASSES, []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from minillm.attention import reference_attention
@@ -209,10 +211,14 @@ class Recorder:
         self.rows[layer] = (k, v)
         if layer == 0:
             self.fed.append(len(q))
+            assert len(self.fed) <= MOST_PASSES, f"your loop does not end: the model was called {MOST_PASSES} times"
         return reference_attention(q, k, v)
 
     def commit(self, n: int) -> None:
         self.length += n
+
+    def truncate(self, length: int) -> None:
+        self.length = length
 
 
 def naive_text(model: Transformer, prompt: list[int], max_tokens: int) -> list[int]:
@@ -251,6 +257,7 @@ def check_loop(fn, seed: int, prompt: list[int], max_tokens: int) -> Recorder:
     kv = Recorder(model.config.n_layers)
     got = fn(model, list(prompt), max_tokens, kv)
     label = f"{max_tokens} tokens after a prompt of {len(prompt)}"
+    assert got is not None, f"{label}: your function returned None; is a `return` missing?"
     assert isinstance(got, list), f"{label}: expected a list of ids, got {type(got).__name__}"
     expect_equal([int(t) for t in got], naive_text(model, prompt, max_tokens), label)
     return kv
@@ -298,6 +305,7 @@ reuse = CHAPTER.task(
 def check_reuse(fn, cached: list[int], prompt: list[int], keep: int) -> None:
     got = fn(list(cached), list(prompt))
     label = f"reuse({cached}, {prompt})"
+    assert got is not None, f"{label}: your function returned None; is a `return` missing?"
     assert isinstance(got, tuple) and len(got) == 2, f"{label}: expected (keep, feed), got {got!r}"
     expect_equal(got[0], keep, f"{label}: tokens to keep")
     expect_equal(list(got[1]), prompt[keep:], f"{label}: tokens to feed")
