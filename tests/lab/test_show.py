@@ -58,8 +58,8 @@ def test_a_guess_a_formula_and_a_measurement_stand_side_by_side(capsys):
     assert table == [
         ["in ms", "your guess", "formula", "measured", "measured / formula"],
         ["a step", "no guess", "20", "25", "1.25"],
-        ["a pass", "1.23e+03", "2", "1", "0.50"],
-        ["none", "0", "4", "4", "1.00"],
+        ["a pass", "1.23e+03", "2", "1", "0.5"],
+        ["none", "0", "4", "4", "1"],
     ]
 
 
