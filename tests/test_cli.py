@@ -226,14 +226,14 @@ def test_half_a_model_file_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_refused(device, capsys, monkeypatch, never_loaded):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     status = run("generate", PROMPT, "--device", device)
-    assert_one_sentence(status, *capsys.readouterr(), f"--device {device}: PyTorch sees no GPU here")
+    assert_one_sentence(status, *capsys.readouterr(), f"--device {device}: PyTorch sees no such GPU here")
 
 
 def test_an_unknown_device_is_refused(capsys, never_loaded):
     status = run("generate", PROMPT, "--device", "tpu")
-    assert_one_sentence(status, *capsys.readouterr(), "--device must be cpu or cuda, not 'tpu'")
+    assert_one_sentence(status, *capsys.readouterr(), "--device must be cpu, cuda or cuda:N, not 'tpu'")
 
 
 @pytest.mark.parametrize("stop_id", ["49152", "-1"])
