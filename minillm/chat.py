@@ -49,9 +49,13 @@ class Chat:
                 text += piece.text
                 tokens.append(piece.token)
                 yield piece
+        except Exception:
+            turn = None  # a turn that failed did not take place
+            raise
         finally:
             self.cached = (prompt + tokens)[: self.kv.length]
-            self.messages = [*turn, {"role": "assistant", "content": text}]
+            if turn is not None:
+                self.messages = [*turn, {"role": "assistant", "content": text}]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -20,6 +20,7 @@ from minillm.model import Transformer
 from minillm.tokenizer import Tokenizer
 
 DEFAULT = "smollm2-135m"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived numbers that old checkpoints carry along
 
 
@@ -43,6 +44,7 @@ def load(
     if max_context is not None and max_context < 1:
         raise ValueError(f"max_context must be at least 1, not {max_context}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_usable(dtype, device)
     source = open_source(name_or_path, max_context)
     tokenizer = source.tokenizer()  # before the weights: a missing tokenizer should not take seconds to notice
     if tokenizer.vocab_size > source.config.vocab_size:
@@ -53,6 +55,17 @@ def load(
     model = Transformer(source.config, dtype=dtype, device=device)
     fill(model, source)
     return (model.prepare() if prepare else model), tokenizer
+
+
+def require_usable(dtype: torch.dtype, device: str | torch.device) -> None:
+    """Refuse, before seconds of reading, what the model could not live in."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, not {dtype!r}")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"device {device!r} cannot be used here ({reason})") from None
 
 
 def open_source(name_or_path: str | os.PathLike, max_context: int | None) -> GGUFFile | HFFolder:

@@ -195,7 +195,9 @@ def fetch(options: argparse.Namespace) -> None:
     if options.to is None:
         print(default_model())
         return
-    file = fetch(options.to)
+    if not options.to:
+        raise ValueError("--to needs the name of a folder")
+    file = fetch(options.to).resolve()
     print(file)
     print(f"to use it: set {ENVIRONMENT_VARIABLE}={file}", file=sys.stderr)
 

@@ -44,13 +44,19 @@ def named_copy(path: Path) -> Path:
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{ENVIRONMENT_VARIABLE} names {path}, but there is no file {file}")
+    with file.open("rb") as content:
+        if content.read(4) != b"GGUF":
+            raise OSError(f"{ENVIRONMENT_VARIABLE} names {file}, which is not a GGUF file")
     return file
 
 
 def fetch(folder: Path) -> Path:
     """Put a verified copy into `folder` and return its path. Copies an existing verified one where there is one."""
     folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be made a folder ({error.strerror})") from None
     target = folder / FILE_NAME
     if target.is_file() and sha256(target) == FILE_SHA256:
         return target

@@ -10,9 +10,10 @@ Bengio et al., "A Neural Probabilistic Language Model" (2003), section 1.
 
 from __future__ import annotations
 
+import operator
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -76,10 +77,13 @@ def stream(
 
     prompt: text, or token ids (then tokenizer may be None, and no text comes out).
     kv: the store to use; `NoCache()` recomputes everything; None makes a `ContiguousKV` of the size needed. A store
-        that already holds the first tokens of the prompt goes on from there.
+        that already holds the first tokens of the prompt goes on from there. That they are the same tokens is the
+        caller's word; `kv.truncate(0)` starts anew.
     """
     start = time.perf_counter()
-    params = params or SamplingParams()
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
     ids = prompt_ids(model, tokenizer, prompt)
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer")
@@ -92,7 +96,7 @@ def stream(
         raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {limit}")
     if kv.length >= len(ids):
         raise ValueError(f"the store holds {kv.length} tokens, and the prompt has only {len(ids)}: nothing to compute")
-    return pieces(model, tokenizer, ids, params, kv, limit, start)
+    return pieces(model, tokenizer, ids, params, kv, kv.length, limit, start)
 
 
 def pieces(
@@ -101,10 +105,11 @@ def pieces(
     prompt: list[int],
     params: SamplingParams,
     kv: SequenceStore,
+    held: int,
     limit: int,
     start: float,
 ) -> Iterator[Piece]:
-    """The loop itself, behind the checks of `stream`."""
+    """The loop itself, behind the checks of `stream`. held: tokens that the store must hold, or another text used it."""
     own_ends = tokenizer.end_ids if tokenizer and not params.ignore_eos else ()
     end_ids = sorted({*own_ends, *params.stop_ids})
     generator = new_generator(params)
@@ -112,7 +117,10 @@ def pieces(
     stop_strings = StopStrings(params.stop)
     tokens, finish_reason = list(prompt), None
     while finish_reason is None and len(tokens) < min(limit, len(prompt) + params.max_tokens):
+        if kv.length != held:
+            raise ValueError("the store was used for another text meanwhile; each stream needs a store of its own")
         logits = next_logits(model, tokens, kv)
+        held = kv.length
         output = tokens[len(prompt) :]
         token = sample(logits, params, generator, prompt, output, end_ids)
         tokens.append(token)
@@ -163,8 +171,13 @@ def prompt_ids(model: Transformer, tokenizer: Tokenizer | None, prompt: str | Se
             raise ValueError("a prompt in text needs a tokenizer; without one, give token ids")
         ids = tokenizer.encode(prompt)
     else:
-        ids = list(prompt)
-        if not all(isinstance(i, int) and 0 <= i < model.config.vocab_size for i in ids):
+        if isinstance(prompt, (bytes, Mapping, Set)):
+            raise ValueError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+        try:
+            ids = [operator.index(i) for i in prompt]  # takes NumPy's and PyTorch's whole numbers too
+        except TypeError:
+            raise ValueError(f"a prompt is text or a list of token ids (whole numbers), not {prompt!r}") from None
+        if not all(0 <= i < model.config.vocab_size for i in ids):
             raise ValueError(f"a prompt of ids must be whole numbers from 0 to {model.config.vocab_size - 1}")
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue")

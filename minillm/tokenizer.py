@@ -50,7 +50,10 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens written out in the text ("<|im_start|>") are read as such; a model's own start token is
         put before the text unless `add_special_tokens` is False."""
-        text.encode()  # a ValueError for halves of surrogate pairs, which bytes that are not UTF-8 arrive as
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # halves of surrogate pairs, which bytes that are not UTF-8 arrive as
+            raise ValueError("the text is not valid Unicode; is it a binary file, or not UTF-8?") from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

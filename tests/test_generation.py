@@ -167,7 +167,7 @@ def test_no_stop_string_counts_before_min_tokens():
         ([0, 260], None, {}, "from 0 to 259"),
         ([-1], None, {}, "from 0 to 259"),
         ([0.0], None, {}, "whole numbers"),
-        (torch.tensor([1, 2]), None, {}, "whole numbers"),
+        (torch.tensor([1.0, 2.0]), None, {}, "whole numbers"),
         ([0], None, {"stop": "x"}, "stop strings need a tokenizer"),
         ([0], BYTES, {"stop_ids": 260}, "stop_ids"),
         ([0], BYTES, {"stop_ids": (-1,)}, "stop_ids"),

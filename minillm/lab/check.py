@@ -79,30 +79,35 @@ def run(task: Task, fn: Callable) -> Result:
                 case(fn)
         except AssertionError as error:
             return Result("FAIL", case.__doc__, str(error) or describe_error(error, fn))
-        except Exception as error:
+        except KeyboardInterrupt:
+            return Result("ERROR", case.__doc__, "interrupted; if it took long: does your loop end?")
+        except (Exception, SystemExit) as error:
             if is_stub(error):
                 return Result("TODO", message="not written yet")
             return Result("ERROR", case.__doc__, describe_error(error, fn))
     return Result("PASS", message=f"{len(task.cases)} properties hold")
 
 
-def is_stub(error: Exception) -> bool:
+def is_stub(error: BaseException) -> bool:
     """Whether a stub raised it. PyTorch raises the same class, with a message, for a dtype that it cannot handle."""
     return isinstance(error, NotImplementedError) and not error.args
 
 
-def describe_error(error: Exception, fn: Callable) -> str:
+def describe_error(error: BaseException, fn: Callable) -> str:
     """The error and, if it was raised in the learner's function, the line."""
     code = getattr(fn, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code and frame.filename == code.co_filename and frame.name == code.co_name]
     where = f" in line {own[-1].lineno - code.co_firstlineno + 1} of {fn.__name__}: {own[-1].line}" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
 def check(fn: Callable, name: str | None = None) -> bool:
     """Check a solution of the task that has its name; print the result, remember it, and say whether it passed."""
-    name = name or fn.__name__
+    if not callable(fn):
+        raise ValueError(f"give check() the function itself, without calling it, not {fn!r}")
+    name = name or getattr(fn, "__name__", "")
     chapter, task = find(name)
     seeded(0)  # a bad variant is the teacher's mistake, not the learner's
     result = run(task, fn)

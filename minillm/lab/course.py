@@ -12,6 +12,7 @@ from minillm.lab import progress
 from minillm.lab.check import chapters
 from minillm.lab.notebooks import execute, find
 
+CELL_SECONDS = 120  # a loop that does not end is interrupted
 MARKS = {"PASS": "x", "FAIL": "!", "ERROR": "!", "TODO": " "}
 REPORT = re.compile(rf"^\[({'|'.join(MARKS)})\]", re.M)  # what the learner's own code prints may stand before it
 
@@ -19,6 +20,7 @@ REPORT = re.compile(rf"^\[({'|'.join(MARKS)})\]", re.M)  # what the learner's ow
 def check_notebook(number: str, folder: Path = Path("exercises")) -> bool:
     """Run an exercise notebook in a fresh kernel, print what its checks say, and say whether all tasks passed."""
     path = find(folder, number)
+    number = path.stem.split("_")[0]
     chapter = next((c for c in chapters() if c.number == number), None)
     if chapter is None:
         raise ValueError(f"the notebook {path.name} has no checks")
@@ -47,7 +49,7 @@ def execute_with(path: Path, file: Path):
     before = os.environ.get(progress.ENVIRONMENT_VARIABLE)
     os.environ[progress.ENVIRONMENT_VARIABLE] = str(file)
     try:
-        return execute(path, fast=True, allow_errors=True)
+        return execute(path, fast=True, allow_errors=True, timeout=CELL_SECONDS)
     finally:
         os.environ.pop(progress.ENVIRONMENT_VARIABLE)
         if before is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_TEXT = "(a widget: run this notebook to use it; the figure beside it shows the same)"
@@ -20,19 +20,27 @@ TIMEOUT = 600  # seconds a cell
 
 def find(folder: Path, number: str) -> Path:
     """The notebook of a folder whose name begins with this number."""
-    matches = sorted(folder.glob(f"{number}_*.ipynb"))
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder} here; go to the folder of the repository first")
+    matches = sorted(folder.glob(f"{number.zfill(2)}_*.ipynb"))
     if len(matches) != 1:
         known = ", ".join(path.stem.split("_")[0] for path in sorted(folder.glob("*_*.ipynb"))) or "none"
         raise ValueError(f"there is no notebook {number!r} in {folder}; known: {known}")
     return matches[0]
 
 
-def execute(path: Path, fast: bool = False, allow_errors: bool = False) -> nbformat.NotebookNode:
-    """Run all cells in a fresh kernel in the notebook's own folder. -> the executed notebook, not yet stored."""
+def execute(
+    path: Path, fast: bool = False, allow_errors: bool = False, timeout: int = TIMEOUT
+) -> nbformat.NotebookNode:
+    """Run all cells in a fresh kernel in the notebook's own folder. -> the executed notebook, not yet stored.
+
+    timeout: seconds a cell; with `allow_errors` a cell that takes longer is interrupted, and the next ones run.
+    """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
-        timeout=TIMEOUT,
+        timeout=timeout,
+        interrupt_on_timeout=allow_errors,
         kernel_name="python3",
         allow_errors=allow_errors,
         coalesce_streams=True,
@@ -42,6 +50,8 @@ def execute(path: Path, fast: bool = False, allow_errors: bool = False) -> nbfor
         client.execute(env={**os.environ, "MINILLM_FAST": "1" if fast else "0"})
     except CellExecutionError as error:
         raise ValueError(f"{path.name}: a cell failed with {error.ename}: {error.evalue}") from None
+    except CellTimeoutError:
+        raise ValueError(f"{path.name}: a cell did not end within {timeout} s") from None
     except DeadKernelError:
         raise ValueError(f"{path.name}: its kernel died, perhaps for want of memory") from None
     return notebook

@@ -37,7 +37,7 @@ def read_file(path: Path) -> Progress:
             }
             for chapter, tasks in content.items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return {}
 
 

@@ -134,7 +134,7 @@ def test_a_task_whose_check_is_not_run_does_not_pass(course_folder, monkeypatch,
     path = notebook(course_folder, MASK)
     ran = nbformat.read(path, as_version=4)
 
-    def executed(path, fast, allow_errors):
+    def executed(path, fast, allow_errors, timeout):
         assert fast and allow_errors
         progress.record("02", "causal_mask", "PASS")  # what the kernel does
         return ran
@@ -167,7 +167,7 @@ def test_an_unknown_number_gets_one_sentence(course_folder, capsys):
 
 
 def test_the_environment_is_as_before_when_the_run_fails(monkeypatch, tmp_path):
-    def broken(path, fast, allow_errors):
+    def broken(path, fast, allow_errors, timeout):
         assert os.environ[progress.ENVIRONMENT_VARIABLE] == str(tmp_path / "own.json")
         raise OSError("the kernel died")
 

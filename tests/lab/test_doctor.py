@@ -70,7 +70,7 @@ def test_a_wrong_name_in_the_environment_fails(monkeypatch, tmp_path):
 @pytest.mark.parametrize("as_folder", [True, False])
 def test_a_copy_named_by_the_environment_is_found(monkeypatch, tmp_path, as_folder):
     file = tmp_path / FILE_NAME
-    file.touch()
+    file.write_bytes(b"GGUF")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path if as_folder else file))
     finding = doctor.model_file()
     assert finding.state == "ok"

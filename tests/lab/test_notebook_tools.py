@@ -73,7 +73,8 @@ def test_a_notebook_is_found_by_its_number(tmp_path):
         find(tmp_path, "0")
     notebook(tmp_path, "03_more.ipynb")
     assert find(tmp_path, "02") == first
-    for unknown in ("04", "0", "2", ""):
+    assert find(tmp_path, "2") == first
+    for unknown in ("04", "0", ""):
         with pytest.raises(ValueError, match=rf"there is no notebook '{unknown}' in .*; known: 02, 03"):
             find(tmp_path, unknown)
     notebook(tmp_path, "03_again.ipynb")
