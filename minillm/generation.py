@@ -109,7 +109,7 @@ def pieces(
     limit: int,
     start: float,
 ) -> Iterator[Piece]:
-    """The loop itself, behind the checks of `stream`. held: tokens in the store; any other number means another user."""
+    """The loop itself, behind the checks of `stream`. held: tokens in the store; another number means another user."""
     own_ends = tokenizer.end_ids if tokenizer and not params.ignore_eos else ()
     end_ids = sorted({*own_ends, *params.stop_ids})
     generator = new_generator(params)
