@@ -249,7 +249,7 @@ def test_a_prompt_longer_than_the_context_is_refused(capsys, loaded):
 
 def test_a_prompt_that_is_not_utf_8_is_refused(capsys, loaded):
     """Such an argument arrives with a surrogate in the place of each byte."""
-    assert_one_sentence(run("generate", "caf\udce9"), *capsys.readouterr(), "surrogates not allowed")
+    assert_one_sentence(run("generate", "caf\udce9"), *capsys.readouterr(), "not valid Unicode")
 
 
 @pytest.mark.parametrize("argv", [["ladder"], ["ladder", "--plot"], ["bench", "peers"]], ids=" ".join)
