@@ -14,46 +14,15 @@ import operator
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from minillm.kv_cache import ContiguousKV
 from minillm.model import SequenceStore, Transformer
-from minillm.sampling import SamplingParams, new_generator, sample, top_logprobs
-from minillm.stopping import StopStrings
-from minillm.tokenizer import Detokenizer, Tokenizer
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One generated token. `text` is what it lets us show now: none while a character or a stop string may be half
-    done. `seconds` since the call. `finish_reason` is set on the last piece."""
-
-    token: int
-    text: str
-    seconds: float
-    finish_reason: str | None = None
-    logprob: float | None = None
-    top_logprobs: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished text. `tokens` includes an end token that ended it; `text` shows neither that nor a stop string.
-
-    finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), or "context" (the model's context
-    or the store is full).
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    text: str
-    finish_reason: str
-    seconds: list[float]
-    logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
+from minillm.sampling import SamplingParams
+from minillm.tokenizer import Tokenizer
+from minillm.writing import Generation, Piece, Writer
 
 
 @torch.inference_mode()
@@ -82,13 +51,8 @@ def stream(
     """
     start = time.perf_counter()
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
     ids = prompt_ids(model, tokenizer, prompt)
-    if params.stop and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer")
-    if any(not 0 <= token < model.config.vocab_size for token in params.stop_ids):
-        raise ValueError(f"stop_ids {params.stop_ids} must be token ids from 0 to {model.config.vocab_size - 1}")
+    require_params(model, tokenizer, params)
     if kv is None:
         kv = ContiguousKV(model.config, room(model, ids, params), model.dtype, model.device)
     limit = min(model.config.max_context, getattr(kv, "capacity", sys.maxsize))
@@ -96,49 +60,17 @@ def stream(
         raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {limit}")
     if kv.length >= len(ids):
         raise ValueError(f"the store holds {kv.length} tokens, and the prompt has only {len(ids)}: nothing to compute")
-    return pieces(model, tokenizer, ids, params, kv, kv.length, limit, start)
+    return pieces(model, Writer(tokenizer, ids, params, limit), kv, kv.length, start)
 
 
-def pieces(
-    model: Transformer,
-    tokenizer: Tokenizer | None,
-    prompt: list[int],
-    params: SamplingParams,
-    kv: SequenceStore,
-    held: int,
-    limit: int,
-    start: float,
-) -> Iterator[Piece]:
+def pieces(model: Transformer, writer: Writer, kv: SequenceStore, held: int, start: float) -> Iterator[Piece]:
     """The loop itself, behind the checks of `stream`. held: tokens in the store; another number means another user."""
-    own_ends = tokenizer.end_ids if tokenizer and not params.ignore_eos else ()
-    end_ids = sorted({*own_ends, *params.stop_ids})
-    generator = new_generator(params)
-    detokenizer = Detokenizer(tokenizer) if tokenizer else None
-    stop_strings = StopStrings(params.stop)
-    tokens, finish_reason = list(prompt), None
-    while finish_reason is None and len(tokens) < min(limit, len(prompt) + params.max_tokens):
+    while writer.finish_reason is None:
         if kv.length != held:
             raise ValueError("the store was used for another text meanwhile; each stream needs a store of its own")
-        logits = next_logits(model, tokens, kv)
+        logits = next_logits(model, writer.tokens, kv)
         held = kv.length
-        output = tokens[len(prompt) :]
-        token = sample(logits, params, generator, prompt, output, end_ids)
-        tokens.append(token)
-        n = len(output) + 1
-
-        text = "" if detokenizer is None or token in end_ids else detokenizer.add(token)
-        text, stopped = stop_strings.add(text, armed=n > params.min_tokens)
-        if stopped or token in end_ids:
-            finish_reason = "stop"
-        elif n == params.max_tokens:
-            finish_reason = "length"
-        elif len(tokens) == limit:
-            finish_reason = "context"
-        if finish_reason and not stopped:
-            rest, _ = stop_strings.add(detokenizer.finish() if detokenizer else "", armed=False)
-            text += rest
-        chosen, best = (None, {}) if params.logprobs is None else top_logprobs(logits, token, params.logprobs)
-        yield Piece(token, text, time.perf_counter() - start, finish_reason, chosen, best)
+        yield writer.write(logits, time.perf_counter() - start)
 
 
 def generate(
@@ -153,15 +85,7 @@ def generate(
     ids = prompt_ids(model, tokenizer, prompt)
     done = list(stream(model, tokenizer, ids, params, kv))
     at_once = "length" if params.max_tokens == 0 else "context"  # why there is not a single piece
-    return Generation(
-        prompt=ids,
-        tokens=[piece.token for piece in done],
-        text="".join(piece.text for piece in done),
-        finish_reason=done[-1].finish_reason if done else at_once,
-        seconds=[piece.seconds for piece in done],
-        logprobs=None if params.logprobs is None else [piece.logprob for piece in done],
-        top_logprobs=None if params.logprobs is None else [piece.top_logprobs for piece in done],
-    )
+    return Generation.of(ids, done, params, done[-1].finish_reason if done else at_once)
 
 
 def prompt_ids(model: Transformer, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:
@@ -182,6 +106,16 @@ def prompt_ids(model: Transformer, tokenizer: Tokenizer | None, prompt: str | Se
     if not ids:
         raise ValueError("the prompt is empty: there is no token to continue")
     return ids
+
+
+def require_params(model: Transformer, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
+    """Refuse what this model and tokenizer cannot do."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer")
+    if any(not 0 <= token < model.config.vocab_size for token in params.stop_ids):
+        raise ValueError(f"stop_ids {params.stop_ids} must be token ids from 0 to {model.config.vocab_size - 1}")
 
 
 def room(model: Transformer, prompt: list[int], params: SamplingParams) -> int:

@@ -1,0 +1,259 @@
+"""Stage 6: the engine. Many requests, one model, one pool of blocks, one step at a time.
+
+A step asks the scheduler who computes what, sends all those tokens through the model as one flat list, and lets each
+text that has come to its end choose its next token. Requests can be added, streamed and given up between any two steps.
+What is wrong with a request is said when it is added, and hurts nobody else.
+
+    engine = Engine(model, tokenizer)
+    request = engine.add("Once upon a time", SamplingParams(max_tokens=40))
+    for _, piece in engine.stream(request):
+        print(piece.text, end="")
+
+An engine is used from one thread.
+
+Yu et al., "Orca" (2022), section 4; Kwon et al., "PagedAttention" (2023), section 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from minillm.blocks import BlockPool
+from minillm.generation import prompt_ids, require_params
+from minillm.model import Transformer
+from minillm.paged_kv import PagedKV
+from minillm.policies import Policy
+from minillm.sampling import SamplingParams
+from minillm.scheduler import Request, Scheduler, Step
+from minillm.tokenizer import Tokenizer
+from minillm.writing import Generation, Piece, Writer
+
+
+class EngineRequest(Request):
+    """A request as its caller sees it: what is written so far, when, and why it ended.
+
+    arrival, admitted: seconds on the engine's clock. pieces: as `stream` gives them, their `seconds` since arrival.
+    """
+
+    def __init__(self, writer: Writer, priority: int, arrival: float):
+        super().__init__(writer.tokens, writer.limit, priority, arrival)
+        self.writer = writer
+        self.pieces: list[Piece] = []
+        self.admitted: float | None = None
+        self.finish_reason = writer.finish_reason
+        self.error: str | None = None  # the sentence, where finish_reason is "error"
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token; NaN before it."""
+        return self.pieces[0].seconds if self.pieces else float("nan")
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds between tokens; NaN with fewer than two."""
+        n = len(self.pieces)
+        return (self.pieces[-1].seconds - self.pieces[0].seconds) / (n - 1) if n > 1 else float("nan")
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds from arrival to the first step that it took part in; NaN before it."""
+        return float("nan") if self.admitted is None else self.admitted - self.arrival
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the cache, and not computed."""
+        return self.num_cached or 0
+
+    @property
+    def generation(self) -> Generation:
+        """What is written so far, in the form of `minillm.generate`."""
+        writer = self.writer
+        return Generation.of(writer.prompt, self.pieces, writer.params, self.finish_reason or "unfinished")
+
+
+class Engine:
+    """Continuous batching over a paged cache.
+
+    n_blocks, block_size: the pool, n_blocks * block_size tokens for all requests together.
+    max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens that a step computes; longer prompts are
+    cut into chunks. sharing: whether requests with the same beginning share its blocks. policy: see policies.py.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None = None,
+        n_blocks: int = 1024,
+        block_size: int = 16,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        sharing: bool = True,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
+        blocks = BlockPool(n_blocks, block_size, sharing)
+        self.scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, policy)
+        self.kv = PagedKV(model.config, n_blocks, block_size, model.dtype, model.device)
+        self.last_step = Step([])
+
+    @property
+    def blocks(self) -> BlockPool:
+        return self.scheduler.blocks
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """All that are not finished."""
+        return [r for each in (*self.scheduler.running, *self.scheduler.waiting) for r in (each, *each.followers)]
+
+    def add(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, priority: int = 0
+    ) -> EngineRequest:
+        """Take a request in. ValueError says what is wrong with it; nobody else notices.
+
+        prompt: text or token ids. priority: a higher one is served first.
+        """
+        return self.add_samples(prompt, 1, params, priority)[0]
+
+    def add_samples(
+        self, prompt: str | Sequence[int], n: int, params: SamplingParams | None = None, priority: int = 0
+    ) -> list[EngineRequest]:
+        """n texts from one prompt, which is computed and kept once. With a seed, sample i has the seed + i."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n must be a whole number of at least 1, not {n!r}")
+        requests = [self.make_request(prompt, params, priority, i) for i in range(n)]
+        self.submit(requests)
+        return requests
+
+    def make_request(
+        self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, sample: int = 0
+    ) -> EngineRequest:
+        params = SamplingParams() if params is None else params
+        ids = prompt_ids(self.model, self.tokenizer, prompt)
+        require_params(self.model, self.tokenizer, params)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority must be a whole number, not {priority!r}")
+        context = self.model.config.max_context
+        if len(ids) > context:
+            raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {context}")
+        if params.seed is not None:
+            params = replace(params, seed=(params.seed + sample) % 2**64)
+        writer = Writer(self.tokenizer, ids, params, min(context, len(ids) + params.max_tokens))
+        request = EngineRequest(writer, priority, self.clock())
+        if request.finish_reason is None:
+            self.scheduler.require_room(request)
+        return request
+
+    def submit(self, samples: Sequence[EngineRequest]) -> None:
+        """Queue the samples of one prompt: the first, with the others behind it."""
+        leader, *followers = samples
+        if leader.finish_reason is None:  # else not a single token was asked for
+            leader.followers.extend(followers)
+            self.scheduler.add(leader)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[EngineRequest, Piece]]:
+        """One pass of the model. -> the tokens that it gave; none while prompts are read or nobody waits."""
+        now = self.clock()
+        step = self.last_step = self.scheduler.schedule(now)
+        if not step.spans:
+            return []
+        for span in step.spans:
+            if span.request.admitted is None:
+                span.request.admitted = now
+        hidden = self.forward(step)
+        complete = [i for i, span in enumerate(step.spans) if span.end == len(span.request.tokens)]
+        last_rows = torch.tensor([span.count for span in step.spans]).cumsum(0) - 1
+        logits = self.model.logits(hidden[last_rows[complete].to(hidden.device)])
+        for span in step.spans:
+            self.scheduler.computed(span.request, span.count)
+        written = []
+        for i, row in zip(complete, logits, strict=True):
+            leader = step.spans[i].request
+            for request in (leader, *self.scheduler.fork(leader)):  # all samples choose from the same row
+                written += self.write(request, row)
+        return written
+
+    def forward(self, step: Step) -> Tensor:
+        """Send the tokens of all spans through the model. -> hidden [tokens of the step, d_model]"""
+        ids = [token for span in step.spans for token in span.ids]
+        positions = torch.cat([torch.arange(span.start, span.end) for span in step.spans])
+        device = self.model.device
+        return self.model(torch.tensor(ids, device=device), positions.to(device), self.kv.view(step))
+
+    def write(self, request: EngineRequest, logits: Tensor) -> list[tuple[EngineRequest, Piece]]:
+        """Let one text choose its next token. If it cannot, it ends with its sentence, and the others go on."""
+        if request.admitted is None:
+            request.admitted = self.clock()
+        try:
+            piece = request.writer.write(logits, self.clock() - request.arrival)
+        except (ValueError, RuntimeError) as error:
+            request.error = str(error)
+            self.end(request, "error")
+            return []
+        request.pieces.append(piece)
+        if piece.finish_reason:
+            self.end(request, piece.finish_reason)
+        return [(request, piece)]
+
+    def end(self, request: EngineRequest, reason: str) -> None:
+        request.finish_reason = reason
+        self.scheduler.finish(request)
+
+    def abort(self, request: EngineRequest) -> None:
+        """Give a request up: its blocks are free at once. One that has finished stays as it is."""
+        if request.finish_reason is None:
+            if request not in self.requests:
+                raise ValueError("this request belongs to another engine")
+            self.end(request, "abort")
+
+    def stream(self, *requests: EngineRequest) -> Iterator[tuple[EngineRequest, Piece]]:
+        """Run until these requests are done (without any: all that are here now), and give each piece as it comes.
+
+        What other requests write meanwhile is kept in their `pieces`. A request can be streamed later, or twice.
+        """
+        requests = requests or tuple(self.requests)
+        shown: Counter[EngineRequest] = Counter()
+        while True:
+            for request in requests:
+                for piece in request.pieces[shown[request] :]:
+                    shown[request] += 1
+                    yield request, piece
+            if all(request.finish_reason for request in requests):
+                return
+            self.step()
+            if not self.last_step.spans:
+                time.sleep(1e-3)  # a policy waits for more requests
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Generation]:
+        """All texts, in the order of their prompts. params: the same for all, or one for each.
+
+        Nothing is run unless every prompt is sound.
+        """
+        if isinstance(prompts, (str, bytes)):
+            raise ValueError("prompts is a list of prompts; for a single one give [prompt]")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(each)} params")
+        requests = [self.make_request(prompt, p, 0) for prompt, p in zip(prompts, each, strict=True)]
+        for request in requests:
+            self.submit([request])
+        for _ in self.stream(*requests):
+            pass
+        return [request.generation for request in requests]
