@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     peers = benches.add_parser("peers", help="transformers and, where installed, llama.cpp, with the same weights")
     peers.add_argument("--json", metavar="FILE", help="write the result as JSON")
     peers.set_defaults(run=commands.peers)
+    add_serving(benches)
 
     command = subparsers.add_parser(
         "check", help="run the checks of an exercise notebook, for example: minillm check 02"
@@ -95,6 +96,22 @@ def build_parser() -> argparse.ArgumentParser:
     command = subparsers.add_parser("doctor", help="what this machine has, what can run here, and how to mend it")
     command.set_defaults(run=commands.doctor)
     return parser
+
+
+def add_serving(benches: argparse._SubParsersAction) -> None:
+    serving = benches.add_parser("serving", help="one trace of requests under static, dynamic and continuous batching")
+    serving.add_argument("--trace", metavar="FILE", help="JSON lines with at, prompt_tokens and max_tokens")
+    serving.add_argument("--requests", type=int, default=40, help="without a trace: how many (default: %(default)s)")
+    serving.add_argument("--rate", type=float, default=1.5, help="without a trace: a second (default: %(default)s)")
+    serving.add_argument("--seed", type=int, default=0, help="of the trace's arrivals and lengths")
+    serving.add_argument("--max-num-seqs", type=int, default=16, help="requests at a time (default: %(default)s)")
+    serving.add_argument(
+        "--timeout", type=float, default=2.0, help="seconds that dynamic batching collects (default: %(default)s)"
+    )
+    serving.add_argument("--slo-ttft", type=float, default=2.0, help="target in seconds (default: %(default)s)")
+    serving.add_argument("--slo-tpot", type=float, default=0.2, help="target in seconds (default: %(default)s)")
+    serving.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    serving.set_defaults(run=commands.serving)
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:

@@ -110,9 +110,9 @@ def chat(options: argparse.Namespace) -> None:
 def ladder(options: argparse.Namespace) -> None:
     from minillm.checkpoint import load
     from minillm.fetch import default_model
-    from minillm.lab import ladder, report, roofline
+    from minillm.lab import batch_ladder, ladder, report, roofline
     from minillm.lab.machine import busy_warning, describe, one_line
-    from minillm.lab.workload import read_workload
+    from minillm.lab.workload import read_requests, read_workload
 
     report.require_folder(options.json, options.plot)
     machine = describe()
@@ -120,38 +120,81 @@ def ladder(options: argparse.Namespace) -> None:
     model, tokenizer = load(device="cpu")
     limits = roofline.this_machine()
     workload = read_workload("story", tokenizer, options.quick)
+    requests = read_requests("requests", tokenizer, options.quick)
     rows = ladder.climb(model, workload, limits)
+    more = batch_ladder.climb(model, requests)
+    style = "github" if options.markdown else "simple"
     caption = (
-        f"{default_model().stem} in float32, {len(workload.prompt)} tokens in, {workload.new_tokens} out, greedy; "
-        f"medians of {workload.repeats} runs in alternation.\n{one_line(machine)}; "
+        f"{default_model().stem} in float32, greedy; medians of runs in alternation.\n{one_line(machine)}; "
         f"measured limits {limits.bandwidth / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s."
     )
-    print(report.ladder_table(rows, "github" if options.markdown else "simple"))
+    print(f"One request: {len(workload.prompt)} tokens in, {workload.new_tokens} out; {workload.repeats} runs.\n")
+    print(report.ladder_table(rows, style))
+    print(f"\n{report.requests_sentence(requests)}\n")
+    print(report.requests_table(more, style))
     print(f"\n{caption}")
     if options.json:
-        report.write_json(options.json, ladder.as_json(rows, machine, limits))
+        report.write_json(options.json, ladder.as_json([*rows, *more], machine, limits))
     if options.plot:
-        report.plot_ladder(rows, options.plot, caption)
+        report.plot_ladder([*rows, *more], options.plot, caption)
 
 
 def peers(options: argparse.Namespace) -> None:
     from minillm.checkpoint import load
-    from minillm.lab import peers, report
+    from minillm.lab import batch_peers, peers, report
     from minillm.lab.machine import busy_warning, describe, one_line
-    from minillm.lab.workload import read_workload
+    from minillm.lab.workload import read_requests, read_workload
 
     report.require_folder(options.json)
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu")
-    result = peers.compare(model, read_workload("story", tokenizer).prompt)
-    print(report.peers_table(result["results"]))
+    single = peers.compare(model, read_workload("story", tokenizer).prompt)
+    many = batch_peers.compare_batches(model, read_requests("requests", tokenizer))
+    results, ratios = single["results"] + many["results"], single["ratios"] | many["ratios"]
+    print(report.peers_table(results))
     print()
-    for name, ratio in result["ratios"].items():
+    for name, ratio in ratios.items():
         print(f"{name}: {'not measured' if ratio is None else f'{ratio:.2f}'}")
     print(f"\n{one_line(machine)}")
     if options.json:
-        report.write_json(options.json, {"machine": machine, **result})
+        report.write_json(options.json, {"machine": machine, "results": results, "ratios": ratios})
+
+
+def serving(options: argparse.Namespace) -> None:
+    from minillm.checkpoint import load
+    from minillm.lab import policy_bench, report
+    from minillm.lab.machine import busy_warning, describe, one_line
+    from minillm.lab.serving import poisson_trace, read_trace
+    from minillm.lab.workload import read_workload
+    from minillm.policies import Dynamic
+
+    report.require_folder(options.json)
+    target = policy_bench.Target(options.slo_ttft, options.slo_tpot)
+    Dynamic(options.timeout)  # refuses what is no time
+    if options.max_num_seqs < 1:
+        raise ValueError(f"--max-num-seqs must be at least 1, not {options.max_num_seqs}")
+    if options.trace:
+        read_trace(options.trace, [0])  # a mistake in the file should not wait for the model
+    else:
+        poisson_trace(options.requests, options.rate, options.seed, [0])
+    machine = describe()
+    warn(busy_warning(machine["busy"]))
+    model, tokenizer = load(device="cpu")
+    text = read_workload("story", tokenizer).prompt
+    if options.trace:
+        trace = read_trace(options.trace, text)
+    else:
+        trace = poisson_trace(options.requests, options.rate, options.seed, text)
+    rows = policy_bench.compare_policies(model, trace, target, options.timeout, options.max_num_seqs)
+    print(policy_bench.policy_table(rows))
+    print(
+        f"\n{len(trace)} requests in {max(a.at for a in trace):.0f} s, {sum(len(a.prompt) for a in trace)} tokens in, "
+        f"{sum(a.max_tokens for a in trace)} out; up to {options.max_num_seqs} at a time. Goodput: first token within "
+        f"{target.ttft:g} s, then {target.tpot:g} s a token.\n{one_line(machine)}"
+    )
+    if options.json:
+        report.write_json(options.json, policy_bench.as_json(rows, machine, trace, target))
 
 
 def check(options: argparse.Namespace) -> int:

@@ -140,8 +140,9 @@ class Engine:
         return requests
 
     def make_request(
-        self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int, sample: int = 0
+        self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int = 0, sample: int = 0
     ) -> EngineRequest:
+        """Check a request, and make it without taking it in."""
         params = SamplingParams() if params is None else params
         ids = prompt_ids(self.model, self.tokenizer, prompt)
         require_params(self.model, self.tokenizer, params)
@@ -251,7 +252,7 @@ class Engine:
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(each)} params")
-        requests = [self.make_request(prompt, p, 0) for prompt, p in zip(prompts, each, strict=True)]
+        requests = [self.make_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.submit([request])
         for _ in self.stream(*requests):

@@ -258,6 +258,9 @@ class Scheduler:
         for place in (self.waiting, self.running):
             if request in place:
                 place.remove(request)
+        for leader in (*self.waiting, *self.running):
+            if request in leader.followers:
+                leader.followers.remove(request)
         self.give_back(request)
         if request.followers:
             heir = request.followers.popleft()

@@ -25,7 +25,8 @@ from minillm.fetch import ENVIRONMENT_VARIABLE, FILE_NAME, FILE_SHA256, default_
 from minillm.generation import generate
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.roofline import Limits
-from minillm.lab.workload import Workload
+from minillm.lab.serving import Arrival
+from minillm.lab.workload import Requests, Workload
 from minillm.model import NoCache
 from minillm.sampling import SamplingParams
 
@@ -252,7 +253,9 @@ def test_a_prompt_that_is_not_utf_8_is_refused(capsys, loaded):
     assert_one_sentence(run("generate", "caf\udce9"), *capsys.readouterr(), "not valid Unicode")
 
 
-@pytest.mark.parametrize("argv", [["ladder"], ["ladder", "--plot"], ["bench", "peers"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv", [["ladder"], ["ladder", "--plot"], ["bench", "peers"], ["bench", "serving"]], ids=" ".join
+)
 @pytest.mark.parametrize("target", ["missing/out", "."])
 def test_a_result_file_that_cannot_be_written_is_refused_before_measuring(
     argv, target, tmp_path, capsys, monkeypatch, never_loaded
@@ -598,29 +601,38 @@ def tiny_workload(loaded, monkeypatch):
 
     machine = {"cpu": "Chip", "cores": 4, "threads": 4, "memory_gb": 16.0, "gpu": None, "os": "Linux",
                "python": "3.12", "torch": "2.13", "busy": 0.0}  # fmt: skip
+
+    def read_requests(name, tokenizer, quick=False):
+        asked.append((name, quick))
+        trace = [Arrival(0.0, tokenizer.encode(PROMPT)[i:], 2 + i) for i in range(3)]
+        return Requests(name, trace, max_num_seqs=2, block_size=4, n_blocks=8, reserve=12, repeats=1)
+
     monkeypatch.setattr("minillm.lab.workload.read_workload", read_workload)
+    monkeypatch.setattr("minillm.lab.workload.read_requests", read_requests)
     monkeypatch.setattr("minillm.lab.machine.describe", lambda: machine)
     monkeypatch.setattr("minillm.lab.roofline.this_machine", lambda: Limits("m", 50e9, 20e9))
     return asked
 
 
-def test_ladder_writes_a_table_json_and_a_picture(tiny_workload, tmp_path, capsys):
+def test_ladder_writes_tables_json_and_a_picture(tiny_workload, tmp_path, capsys):
     files = [tmp_path / "ladder.json", tmp_path / "ladder.png"]
     assert run("ladder", "--quick", "--json", str(files[0]), "--plot", str(files[1])) == 0
-    assert tiny_workload == [("story", True)]
+    assert tiny_workload == [("story", True), ("requests", True)]
     out, err = capsys.readouterr()
-    head, rule, naive, cached, *rest = out.splitlines()
-    assert head.startswith("stage") and set(rule) <= set("- ")
-    assert naive.startswith("naive") and cached.startswith("kv_cache")
-    assert naive.endswith("yes") and cached.endswith("yes")
-    caption = " ".join(rest)
-    assert "5 tokens in, 4 out" in caption and "medians of 1 runs" in caption
+    lines = [line for line in out.splitlines() if line]
+    assert lines[0] == "One request: 5 tokens in, 4 out; 1 runs."
+    assert lines[1].startswith("stage") and set(lines[2]) <= set("- ")
+    assert lines[5].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
+    rungs = ["naive", "kv_cache", "one_by_one", "static", "paged", "continuous"]
+    for line, stage in zip(lines[3:5] + lines[8:12], rungs, strict=True):
+        assert line.startswith(stage) and line.endswith("yes")
+    caption = " ".join(lines[12:])
     assert "Chip, 4 cores" in caption and "20.0 GB/s, 50 GFLOP/s" in caption
     assert "Traceback" not in err and "busy" not in err
 
     result = json.loads(files[0].read_text())
     assert result["machine"]["cpu"] == "Chip" and result["machine"]["gb_per_s"] == 20
-    assert [rung["stage"] for rung in result["rungs"]] == ["naive", "kv_cache"]
+    assert [rung["stage"] for rung in result["rungs"]] == rungs
     assert all(rung["same_tokens"] for rung in result["rungs"])
     assert result["rungs"][1]["kv_bytes"] == (5 + 4 - 1) * 2 * 30 * 3 * 64 * 4
     assert files[1].read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -628,8 +640,8 @@ def test_ladder_writes_a_table_json_and_a_picture(tiny_workload, tmp_path, capsy
 
 def test_ladder_in_markdown_at_full_size(tiny_workload, capsys):
     assert run("ladder", "--markdown") == 0
-    assert tiny_workload == [("story", False)]
-    assert capsys.readouterr().out.startswith("| stage ")
+    assert tiny_workload == [("story", False), ("requests", False)]
+    assert capsys.readouterr().out.count("\n| stage ") == 2
 
 
 def test_a_busy_machine_is_warned_of(tiny_workload, capsys, monkeypatch):
@@ -638,6 +650,7 @@ def test_a_busy_machine_is_warned_of(tiny_workload, capsys, monkeypatch):
     busy = machine.describe() | {"busy": 0.8}
     monkeypatch.setattr(machine, "describe", lambda: busy)
     monkeypatch.setattr("minillm.lab.ladder.climb", lambda *args: [])
+    monkeypatch.setattr("minillm.lab.batch_ladder.climb", lambda *args: [])
     assert run("ladder", "--quick") == 0
     err = capsys.readouterr().err
     assert err.startswith("minillm: the machine was busy (80%") and err.count("\n") == 1
@@ -652,14 +665,65 @@ def test_bench_peers_prints_every_ratio_and_writes_json(tiny_workload, tmp_path,
         asked.append(prompt)
         return {"results": results, "ratios": ratios}
 
+    more = {
+        "results": [{"name": "minillm engine", "task": "3 requests", "tokens_per_s": 99.0, "spread": (98.0, 99.9)}],
+        "ratios": {"throughput_vs_transformers_best": 2.25},
+    }
     monkeypatch.setattr("minillm.lab.peers.compare", compare)
+    monkeypatch.setattr("minillm.lab.batch_peers.compare_batches", lambda model, requests: more)
     assert run("bench", "peers", "--json", str(tmp_path / "peers.json")) == 0
-    assert tiny_workload == [("story", False)] and len(asked[0]) == 5
+    assert tiny_workload == [("story", False), ("requests", False)] and len(asked[0]) == 5
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("minillm float32") and "29.0 to 31.0" in lines[2]
     assert "single_stream_vs_transformers: 1.62" in lines
     assert "w4a16_vs_llama_cpp: not measured" in lines
+    assert lines[3].startswith("minillm engine") and "throughput_vs_transformers_best: 2.25" in lines
     assert lines[-1].startswith("Chip, 4 cores")
     written = json.loads(Path(tmp_path / "peers.json").read_text())
     assert list(written) == ["machine", "results", "ratios"]
-    assert written["ratios"] == ratios and written["machine"]["cpu"] == "Chip"
+    assert written["results"] == json.loads(json.dumps(results + more["results"]))
+    assert written["ratios"] == ratios | more["ratios"] and written["machine"]["cpu"] == "Chip"
+
+
+def test_bench_serving_replays_a_trace_file_under_three_policies(tiny_workload, tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"at": 0, "prompt_tokens": 3, "max_tokens": 2}\n\n{"at": 0.5, "prompt": [1, 2], "max_tokens": 3}\n'
+    )
+    assert run("bench", "serving", "--trace", str(trace), "--timeout", "0", "--json", str(tmp_path / "s.json")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:5] if line[0] != "-"] == ["policy", "static", "dynamic", "continuous"]
+    assert lines[6].startswith("2 requests in 0 s, 5 tokens in, 5 out; up to 16 at a time.")
+    assert lines[-1].startswith("Chip, 4 cores")
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert written["target"] == {"ttft": 2.0, "tpot": 0.2} and written["machine"]["cpu"] == "Chip"
+    assert written["trace"][1] == {"at": 0.5, "prompt_tokens": 2, "max_tokens": 3}
+
+
+def test_bench_serving_draws_a_trace_from_its_seed(tiny_workload, capsys):
+    for seed in ("5", "5", "6"):
+        assert run("bench", "serving", "--requests", "2", "--rate", "9", "--seed", seed, "--max-num-seqs", "1") == 0
+    first, again, other = (part.split("\n")[0] for part in capsys.readouterr().out.split("\n2 requests in ")[1:])
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--requests", "0"], "at least one request"),
+        (["--rate", "0"], "a rate above 0"),
+        (["--rate", "nan"], "a rate above 0"),
+        (["--timeout", "-1"], "timeout must be 0 or more"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
+        (["--slo-ttft", "0"], "targets must be above 0"),
+        (["--trace", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_bench_serving_refuses_what_makes_no_sense_before_the_model_is_loaded(argv, words, capsys, never_loaded):
+    assert_one_sentence(run("bench", "serving", *argv), *capsys.readouterr(), words)
+
+
+def test_a_trace_with_a_bad_line_is_refused_by_its_number(tmp_path, capsys, never_loaded):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"at": 0, "prompt_tokens": 3, "max_tokens": 2}\n{"at": 1}\n')
+    assert_one_sentence(run("bench", "serving", "--trace", str(trace)), *capsys.readouterr(), "line 2: expected")

@@ -43,7 +43,12 @@ class Rung:
 @dataclass(frozen=True)
 class Row:
     """One line of the result. Times in milliseconds; `memory_limit_fraction`: the time that reading all weights once
-    would take at this machine's measured bandwidth, divided by TPOT. `factor` compares with the rung `against`."""
+    would take at this machine's measured bandwidth, divided by TPOT. `factor` compares with the rung `against`.
+
+    Rungs of many requests (batch_ladder.py) give medians over requests, and what one request does not have: the bytes
+    reserved and used at the fullest moment, the share of what was reserved that held nothing, and the share of the
+    batch's places that computed something. They have no predicted TTFT and no share of the memory limit.
+    """
 
     stage: str
     new: str
@@ -52,14 +57,18 @@ class Row:
     spread: tuple[float, float]
     ttft_ms: float
     tpot_ms: float
-    predicted_ttft_ms: float
-    predicted_tpot_ms: float
+    predicted_ttft_ms: float | None
+    predicted_tpot_ms: float | None
     kv_bytes: int
-    memory_limit_fraction: float
+    memory_limit_fraction: float | None
     against: str | None
     factor: float | None
     same_tokens: bool
     first_difference: dict[str, float] | None
+    kv_reserved_bytes: int | None = None
+    kv_waste: float | None = None
+    utilisation: float | None = None
+    utilisation_by_step: list[float] | None = None
 
 
 def run_single(make_store: Callable[[Transformer, Workload], SequenceStore], model: Transformer, w: Workload) -> Run:

@@ -38,11 +38,12 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Part:
-    """What one request did in one step. kind: "prefill" or "decode"."""
+    """What one request did in one step: `tokens` on top of `past`. kind: "prefill" or "decode"."""
 
     request: int
     kind: str
     tokens: int
+    past: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def replay(engine: Engine, trace: Sequence[Arrival]) -> Replay:
     """Run a whole trace. The engine must be idle, and gets a clock of its own; its cache is used as it is."""
     if not engine.idle:
         raise ValueError("the engine still has requests of somebody else")
+    for arrival in trace:
+        engine.make_request(arrival.prompt, arrival.params)  # a bad one is refused now, not after minutes
     clock = engine.clock = Clock()
     order = sorted(range(len(trace)), key=lambda i: trace[i].at)  # stable: equal times keep their order
     requests: dict[EngineRequest, int] = {}
@@ -128,7 +131,7 @@ def record(engine: Engine, requests: dict[EngineRequest, int], start: float, end
     parts = []
     for span in engine.last_step.spans:
         decodes = span.start >= len(span.request.writer.prompt)
-        parts.append(Part(requests[span.request], "decode" if decodes else "prefill", span.count))
+        parts.append(Part(requests[span.request], "decode" if decodes else "prefill", span.count, span.start))
     held: dict[int, int] = {}
     for request in scheduler.running:
         for i, block in enumerate(request.block_table):
@@ -136,6 +139,11 @@ def record(engine: Engine, requests: dict[EngineRequest, int], start: float, end
             held[block] = max(held.get(block, 0), rows)
     waiting, running = len(scheduler.waiting), len(scheduler.running)
     return StepRecord(start, end, parts, waiting, running, len(held), sum(held.values()))
+
+
+def cut(ids: Sequence[int], start: int, n: int) -> list[int]:
+    """n tokens of a text from `start` on, around its end where needed."""
+    return [ids[(start + i) % len(ids)] for i in range(n)]
 
 
 def poisson_trace(
@@ -161,8 +169,7 @@ def poisson_trace(
     for _ in range(n):
         at += random_numbers.expovariate(rate)
         start = random_numbers.randrange(len(text))
-        ids = [text[(start + j) % len(text)] for j in range(length(*prompt))]
-        trace.append(Arrival(at, ids, length(*output)))
+        trace.append(Arrival(at, cut(text, start, length(*prompt)), length(*output)))
     return trace
 
 
@@ -180,7 +187,7 @@ def read_trace(path: str | Path, text: Sequence[int]) -> list[Arrival]:
             at, most = float(raw["at"]), raw["max_tokens"]
             ids = raw.get("prompt")
             if ids is None:
-                ids = [text[(number * 37 + j) % len(text)] for j in range(raw["prompt_tokens"])]
+                ids = cut(text, 37 * number, raw["prompt_tokens"])
             if not (math.isfinite(at) and at >= 0 and isinstance(most, int) and most >= 1 and ids):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):

@@ -6,8 +6,11 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
+from minillm.lab.serving import Arrival, cut
 from minillm.sampling import SamplingParams
 from minillm.tokenizer import Tokenizer
+
+STRIDE = 37  # tokens between the places where two prompts are cut: no two begin alike
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,46 @@ class Workload:
         return SamplingParams(temperature=0, max_tokens=self.new_tokens, ignore_eos=True)
 
 
-def read_workload(name: str, tokenizer: Tokenizer, quick: bool = False) -> Workload:
-    """A workload of this package by name; `quick` takes the smaller sizes that the file gives."""
+@dataclass(frozen=True)
+class Requests:
+    """Many requests, all there at the start, for an engine with these limits.
+
+    reserve: tokens that a cache in one piece sets aside for each request: the longest that any may become.
+    """
+
+    name: str
+    trace: list[Arrival]
+    max_num_seqs: int
+    block_size: int
+    n_blocks: int
+    reserve: int
+    repeats: int
+
+
+def read_requests(name: str, tokenizer: Tokenizer, quick: bool = False) -> Requests:
+    """Many requests by name; `quick` takes the fewer and shorter ones that the file gives."""
+    raw = read_json(name, quick)
+    ids = tokenizer.encode(read_json(raw["text"])["prompt"])
+    trace = [
+        Arrival(0.0, cut(ids, STRIDE * i, n_prompt), n_output) for i, (n_prompt, n_output) in enumerate(raw["requests"])
+    ]
+    sizes = {key: raw[key] for key in ("name", "max_num_seqs", "block_size", "n_blocks", "reserve", "repeats")}
+    if max(len(a.prompt) + a.max_tokens for a in trace) > raw["reserve"]:
+        raise ValueError(
+            f"a request of workload {name!r} is longer than the {raw['reserve']} tokens set aside for each"
+        )
+    return Requests(trace=trace, **sizes)
+
+
+def read_json(name: str, quick: bool = False) -> dict:
     file = resources.files("minillm.lab") / "workloads" / f"{name}.json"
     raw = json.loads(file.read_text(encoding="utf-8"))
-    raw |= raw["quick"] if quick else {}
+    return raw | raw["quick"] if quick else raw
+
+
+def read_workload(name: str, tokenizer: Tokenizer, quick: bool = False) -> Workload:
+    """A workload of this package by name; `quick` takes the smaller sizes that the file gives."""
+    raw = read_json(name, quick)
     ids = tokenizer.encode(raw["prompt"])
     if len(ids) < raw["prompt_tokens"]:
         raise ValueError(f"the text of workload {name!r} has {len(ids)} tokens, fewer than {raw['prompt_tokens']}")

@@ -258,7 +258,7 @@ def test_the_memory_limit_is_the_time_to_read_all_weights_once(by_hand):
 
 KEYS = ["stage", "new", "workload", "tokens_per_s", "spread", "ttft_ms", "tpot_ms", "predicted_ttft_ms",
         "predicted_tpot_ms", "kv_bytes", "memory_limit_fraction", "against", "factor", "same_tokens",
-        "first_difference"]  # fmt: skip
+        "first_difference", "kv_reserved_bytes", "kv_waste", "utilisation", "utilisation_by_step"]  # fmt: skip
 
 
 def test_the_json_has_exactly_the_promised_keys():

@@ -10,6 +10,8 @@ from matplotlib.figure import Figure
 
 from minillm.lab import report
 from minillm.lab.ladder import Row
+from minillm.lab.serving import Arrival
+from minillm.lab.workload import Requests
 
 NAIVE = Row(
     stage="naive",
@@ -41,6 +43,28 @@ CACHED = replace(
     first_difference={"position": 17, "margin": 0.000123},
 )
 
+STATIC = replace(
+    CACHED,
+    stage="static",
+    new="batches",
+    workload="requests",
+    tokens_per_s=95.55,
+    spread=(90.0, 97.0),
+    ttft_ms=2345.0,
+    tpot_ms=101.4,
+    predicted_ttft_ms=None,
+    predicted_tpot_ms=None,
+    memory_limit_fraction=None,
+    against="one_by_one",
+    factor=2.55,
+    same_tokens=True,
+    first_difference=None,
+    kv_reserved_bytes=94_400_000,
+    kv_waste=0.612,
+    utilisation=0.345,
+    utilisation_by_step=[0.5, 0.19],
+)
+
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
@@ -62,6 +86,22 @@ def test_the_plain_table_has_a_line_for_each_rung():
     lines = report.ladder_table([NAIVE, CACHED]).splitlines()
     assert len(lines) == 4 and not any("|" in line for line in lines)
     assert lines[2].startswith("naive") and lines[3].startswith("kv_cache")
+
+
+def test_the_rungs_of_many_requests_have_memory_and_utilisation():
+    head, _, line = report.requests_table([STATIC], "github").splitlines()
+    assert cells(head) == ["stage", "what is new", "tokens/s", "factor", "TTFT s", "TPOT ms", "KV reserved MB",
+                           "KV used MB", "waste", "utilisation", "same tokens"]  # fmt: skip
+    assert cells(line) == ["static", "batches", "95.5 (90.0 to 97.0)", "2.5 x one_by_one", "2.35", "101", "94", "12",
+                           "61%", "34%", "yes"]  # fmt: skip
+
+
+def test_a_workload_of_many_requests_in_a_sentence():
+    trace = [Arrival(0.0, [1] * 5, 9), Arrival(0.0, [1] * 30, 2)]
+    sentence = report.requests_sentence(Requests("w", trace, 4, block_size=8, n_blocks=16, reserve=64, repeats=3))
+    assert sentence == (
+        "2 requests at once: 5 to 30 tokens in, 2 to 9 out; up to 4 at a time, memory for 128 tokens; 3 runs."
+    )
 
 
 def test_the_peers_table():
@@ -98,11 +138,12 @@ def test_the_picture_is_a_png_with_a_bar_for_each_rung(tmp_path, monkeypatch, na
     drawn = []
     real = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: drawn.append(self) or real(self, *args, **kw))
-    report.plot_ladder([NAIVE, CACHED], tmp_path / name, "On a Chip.")
+    report.plot_ladder([NAIVE, CACHED, STATIC], tmp_path / name, "On a Chip.")
 
     assert [file.name for file in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    (axes,) = drawn[0].axes
+    axes, below = drawn[0].axes  # a panel for each workload
+    assert [bar.get_width() for bar in below.patches] == [95.55]
     assert [bar.get_width() for bar in axes.patches] == [5.04, 26.31]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["naive", "kv_cache"]
     assert [text.get_text().strip() for text in axes.texts] == ["5.0", "26.3"]

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from minillm.lab import workload
-from minillm.lab.workload import Workload, read_workload
+from minillm.lab.workload import Workload, read_requests, read_workload
 from minillm.sampling import SamplingParams
 
 
@@ -75,11 +75,46 @@ def test_an_unknown_workload_is_an_error_that_names_its_file():
         read_workload("epic", Letters())
 
 
-def test_every_workload_of_the_package_can_be_read(smollm2):
-    files = [file for file in (resources.files("minillm.lab") / "workloads").iterdir() if file.name.endswith(".json")]
-    assert files
-    for file in files:
-        for quick in (False, True):
-            found = read_workload(file.name.removesuffix(".json"), smollm2[1], quick)
-            assert found.name == file.name.removesuffix(".json")
-            assert found.prompt and found.new_tokens > 1 and found.repeats > 0
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_workload_of_the_package_can_be_read(smollm2, quick):
+    names = {file.name for file in (resources.files("minillm.lab") / "workloads").iterdir()}
+    assert names == {"story.json", "requests.json", "lengths.json"}  # the last holds lengths only (kv_memory.py)
+    story, many = read_workload("story", smollm2[1], quick), read_requests("requests", smollm2[1], quick)
+    assert (story.name, many.name) == ("story", "requests")
+    assert story.prompt and story.new_tokens > 1 and story.repeats > 0 and many.repeats > 0
+
+
+# Many requests.
+
+
+def test_the_requests_are_pinned(smollm2):
+    _, tokenizer = smollm2
+    many = read_requests("requests", tokenizer)
+    assert (len(many.trace), many.max_num_seqs, many.block_size, many.n_blocks) == (32, 16, 16, 128)
+    assert (many.reserve, many.repeats) == (256, 3)
+    prompts, outputs = [len(a.prompt) for a in many.trace], [a.max_tokens for a in many.trace]
+    assert (sum(prompts), min(prompts), max(prompts)) == (1940, 16, 128)
+    assert (sum(outputs), min(outputs), max(outputs)) == (2121, 10, 128)
+    assert all(a.at == 0 for a in many.trace)
+    assert many.trace[0].prompt == read_workload("story", tokenizer).prompt[:25]
+    assert len({tuple(a.prompt[:4]) for a in many.trace}) == 32  # nothing to share
+
+
+def test_quick_requests_are_fewer_and_shorter_and_fit(smollm2):
+    _, tokenizer = smollm2
+    quick = read_requests("requests", tokenizer, quick=True)
+    assert len(quick.trace) == 12 and quick.repeats == 1
+    assert max(len(a.prompt) + a.max_tokens for a in quick.trace) <= quick.reserve <= quick.n_blocks * quick.block_size
+
+
+def test_prompts_are_cut_around_the_end_of_the_text(folder):
+    write(folder)
+    sizes = {"max_num_seqs": 2, "block_size": 4, "n_blocks": 8, "reserve": 12, "repeats": 1}
+    many = {"name": "many", "text": "w", "requests": [[3, 2], [8, 1]], **sizes}
+    (folder / "many.json").write_text(json.dumps(many))
+    first, second = read_requests("many", Letters()).trace
+    assert (first.prompt, first.max_tokens) == ([97, 98, 99], 2)
+    assert second.prompt == [97 + (37 + i) % 6 for i in range(8)]
+    (folder / "many.json").write_text(json.dumps(many | {"reserve": 8}))
+    with pytest.raises(ValueError, match="longer than the 8 tokens set aside"):
+        read_requests("many", Letters())
