@@ -25,60 +25,16 @@ import torch
 from torch import Tensor
 
 from minillm.blocks import BlockPool
+from minillm.engine_request import EngineRequest
 from minillm.generation import prompt_ids, require_params
 from minillm.model import Transformer
 from minillm.paged_kv import PagedKV
 from minillm.policies import Policy
+from minillm.request import Step
 from minillm.sampling import SamplingParams
-from minillm.scheduler import Request, Scheduler, Step
+from minillm.scheduler import Scheduler
 from minillm.tokenizer import Tokenizer
 from minillm.writing import Generation, Piece, Writer
-
-
-class EngineRequest(Request):
-    """A request as its caller sees it: what is written so far, when, and why it ended.
-
-    arrival, admitted: seconds on the engine's clock. pieces: as `stream` gives them, their `seconds` since arrival.
-    """
-
-    def __init__(self, writer: Writer, priority: int, arrival: float):
-        super().__init__(writer.tokens, writer.limit, priority, arrival)
-        self.writer = writer
-        self.pieces: list[Piece] = []
-        self.admitted: float | None = None
-        self.finish_reason = writer.finish_reason
-        self.error: str | None = None  # the sentence, where finish_reason is "error"
-
-    @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-    @property
-    def ttft(self) -> float:
-        """Seconds from arrival to the first token; NaN before it."""
-        return self.pieces[0].seconds if self.pieces else float("nan")
-
-    @property
-    def tpot(self) -> float:
-        """Mean seconds between tokens; NaN with fewer than two."""
-        n = len(self.pieces)
-        return (self.pieces[-1].seconds - self.pieces[0].seconds) / (n - 1) if n > 1 else float("nan")
-
-    @property
-    def queue_time(self) -> float:
-        """Seconds from arrival to the first step that it took part in; NaN before it."""
-        return float("nan") if self.admitted is None else self.admitted - self.arrival
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that were found in the cache, and not computed."""
-        return self.num_cached or 0
-
-    @property
-    def generation(self) -> Generation:
-        """What is written so far, in the form of `minillm.generate`."""
-        writer = self.writer
-        return Generation.of(writer.prompt, self.pieces, writer.params, self.finish_reason or "unfinished")
 
 
 class Engine:
@@ -255,6 +211,11 @@ class Engine:
         requests = [self.make_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         for request in requests:
             self.submit([request])
-        for _ in self.stream(*requests):
-            pass
+        try:
+            for _ in self.stream(*requests):
+                pass
+        except BaseException:  # nobody else holds these requests: without this they would run on, unseen
+            for request in requests:
+                self.abort(request)
+            raise
         return [request.generation for request in requests]

@@ -22,7 +22,7 @@ from torch import Tensor
 from minillm.attention import attention
 from minillm.block_attention import BlockAttention
 from minillm.config import ModelConfig
-from minillm.scheduler import Span, Step
+from minillm.request import Span, Step
 
 
 class PagedKV:

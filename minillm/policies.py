@@ -11,7 +11,8 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from minillm.scheduler import Request, Scheduler
+    from minillm.request import Request
+    from minillm.scheduler import Scheduler
 
 
 class Policy(Protocol):

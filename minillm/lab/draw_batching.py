@@ -27,6 +27,7 @@ from minillm.lab.plots import (
 from minillm.lab.serving import Part, Replay
 
 KIND_OF = {"prefill": "prompt", "decode": "generated"}
+NAME = 0.16  # of the width of the axes: room for the name of an arrow
 STYLES = ((BLUE, "o", "-"), (GREEN, "s", "--"), (PURPLE, "^", "-."), (RED, "D", ":"))
 
 
@@ -158,9 +159,11 @@ def draw_requests(replays: Mapping[str, Replay], title: str | None = None) -> Pi
         axes.set_xlim(0, width)
         draw_lines(axes, replay)
         late, ttft, request, token, gap = mark
-        arrow(axes, replay, late, (replay.times[late].arrival, replay.times[late].tokens[0]), f"TTFT {ttft:.2g} s")
+        whole = (replay.times[late].arrival, replay.times[late].tokens[0])
+        behind = arrow(axes, replay, late, whole, f"TTFT {ttft:.2g} s")
         at = replay.times[request].tokens
-        arrow(axes, replay, request, (at[token - 1], at[token]), f"worst gap {gap:.2g} s")
+        taken = behind if request == late else 0.0
+        arrow(axes, replay, request, (at[token - 1], at[token]), f"worst gap {gap:.2g} s", taken)
         axes.set_title(f"{name}: last token after {replay.steps[-1].end:.3g} s", loc="left", fontsize=10)
         axes.set(ylim=(len(replay.times), 0), yticks=[r + 0.5 for r in range(len(replay.times))])
         axes.set_yticklabels([str(r) for r in range(len(replay.times))], fontsize=7)
@@ -186,17 +189,23 @@ def draw_lines(axes: Axes, replay: Replay) -> None:
             )
 
 
-def arrow(axes: Axes, replay: Replay, request: int, stretch: tuple[float, float], text: str) -> None:
-    """A marked stretch of a row. Its name stands in its middle, or behind the row's end if it is too long for that."""
+def arrow(
+    axes: Axes, replay: Replay, request: int, stretch: tuple[float, float], text: str, taken: float = 0.0
+) -> float:
+    """A marked stretch of a row. Its name stands in its middle, or behind the row's end if it is too long for that.
+
+    taken: room behind the row's end that another name has. -> the room that this one takes there
+    """
     start, end = stretch
     y = request + 0.5
     look = {"arrowstyle": "<->", "color": INK, "shrinkA": 0, "shrinkB": 0, "linewidth": 1.4}
     axes.annotate("", xy=(start, y), xytext=(end, y), arrowprops=look)
     width = axes.get_xlim()[1]
-    inside = end - start > 0.16 * width
-    x = (start + end) / 2 if inside else replay.times[request].tokens[-1] + 0.01 * width
+    inside = end - start > NAME * width
+    x = (start + end) / 2 if inside else replay.times[request].tokens[-1] + 0.01 * width + taken
     label = axes.text(x, y, text, ha="center" if inside else "left", va="center", fontsize=8, color=INK)
     label.set_bbox({"facecolor": "white", "alpha": 0.9, "edgecolor": INK, "linewidth": 0.6, "pad": 1.2})
+    return 0.0 if inside else NAME * width
 
 
 def draw_flat_batch(counts: Sequence[int]) -> Picture:
@@ -254,7 +263,7 @@ def draw_gains(
     )
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="spread of the output lengths: standard deviation / mean", ylabel="times the throughput")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return figure
 
 

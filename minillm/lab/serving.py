@@ -188,7 +188,8 @@ def read_trace(path: str | Path, text: Sequence[int]) -> list[Arrival]:
             ids = raw.get("prompt")
             if ids is None:
                 ids = cut(text, 37 * number, raw["prompt_tokens"])
-            if not (math.isfinite(at) and at >= 0 and isinstance(most, int) and most >= 1 and ids):
+            whole = isinstance(ids, list) and ids and all(type(n) is int for n in (most, *ids))  # no True
+            if not (math.isfinite(at) and at >= 0 and whole and most >= 1):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
