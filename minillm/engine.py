@@ -52,7 +52,7 @@ class Engine:
         n_blocks: int = 1024,
         block_size: int = 16,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 256,
         sharing: bool = True,
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -173,10 +173,13 @@ class Engine:
 
     def abort(self, request: EngineRequest) -> None:
         """Give a request up: its blocks are free at once. One that has finished stays as it is."""
+        self.require_own(request)
         if request.finish_reason is None:
-            if request not in self.requests:
-                raise ValueError("this request belongs to another engine")
             self.end(request, "abort")
+
+    def require_own(self, request: EngineRequest) -> None:
+        if request.finish_reason is None and request not in self.requests:
+            raise ValueError("this request belongs to another engine")
 
     def stream(self, *requests: EngineRequest) -> Iterator[tuple[EngineRequest, Piece]]:
         """Run until these requests are done (without any: all that are here now), and give each piece as it comes.
@@ -184,6 +187,8 @@ class Engine:
         What other requests write meanwhile is kept in their `pieces`. A request can be streamed later, or twice.
         """
         requests = requests or tuple(self.requests)
+        for request in requests:
+            self.require_own(request)
         shown: Counter[EngineRequest] = Counter()
         while True:
             for request in requests:

@@ -33,7 +33,7 @@ class Scheduler:
         self,
         blocks: BlockPool,
         max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int = 256,
         policy: Policy | None = None,
     ):
         for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -74,6 +74,8 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         left = self.max_num_batched_tokens
         preempted = self.met["preemptions"]
+        for request in self.running:  # where a step was interrupted before its rows chose their tokens: once more
+            request.num_computed = min(request.num_computed, len(request.tokens) - 1)
         for request in list(self.running):
             if request not in self.running or left == 0:  # it was preempted for one before it
                 continue

@@ -188,7 +188,7 @@ def read_trace(path: str | Path, text: Sequence[int]) -> list[Arrival]:
             ids = raw.get("prompt")
             if ids is None:
                 ids = cut(text, 37 * number, raw["prompt_tokens"])
-            whole = isinstance(ids, list) and ids and all(type(n) is int for n in (most, *ids))  # no True
+            whole = ids and all(type(n) is int for n in (most, *ids))  # so neither True nor a string
             if not (math.isfinite(at) and at >= 0 and whole and most >= 1):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):

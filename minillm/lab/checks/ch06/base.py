@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 from minillm.lab.check import Chapter
-from minillm.scheduler import Request
+from minillm.request import Request
 
 CHAPTER = Chapter("06")
 MOST_LOOKS = 500
@@ -31,6 +31,11 @@ def new_request(number: int, n_tokens: int, computed: int = 0, priority: int = 0
 
 def named(request: Request) -> str:
     return f"request {request.number}"
+
+
+def count_of(n: int, noun: str) -> str:
+    """ "1 token", "2 tokens" """
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def is_count(value: object) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 
 from minillm.lab.check import seeded
-from minillm.lab.checks.ch06.base import CHAPTER, named, new_request, pairs_of, some_requests
-from minillm.scheduler import Request
+from minillm.lab.checks.ch06.base import CHAPTER, count_of, named, new_request, pairs_of, some_requests
+from minillm.request import Request
 
 plan = CHAPTER.task(
     "plan_step",
@@ -34,12 +34,12 @@ def check_plan(fn: Callable, running: list[Request], waiting: list[Request], bud
         assert same, f"{label}: a plan only says what to do; your function changed {named(request)}"
     counts = dict.fromkeys(state, 0)
     for request, count in got:
-        assert count >= 1, f"{label}: {named(request)} gets {count} tokens; leave out who computes nothing"
-        most = f"{named(request)} gets {count} tokens, and wants {request.wanted}"
+        assert count >= 1, f"{label}: {named(request)} gets {count_of(count, 'token')}; leave out who computes nothing"
+        most = f"{named(request)} gets {count_of(count, 'token')}, and wants {request.wanted}"
         assert count <= request.wanted, f"{label}: {most}; what is in the cache is not computed again"
         counts[request] = count
     total = sum(counts.values())
-    assert total <= budget, f"{label}: {total} tokens; the budget of {budget} is for all of them together"
+    assert total <= budget, f"{label}: {count_of(total, 'token')}; the budget of {budget} is for all of them together"
     joined = [request for request in waiting if counts[request]]
     places = max(0, seqs - len(running))
     beside = f"{len(joined)} join beside {len(running)} that run already"
@@ -48,8 +48,9 @@ def check_plan(fn: Callable, running: list[Request], waiting: list[Request], bud
     reading = [request for request in running if request.wanted > 1]
     for request in decoding:
         for other in reading + waiting:
-            starved = f"{named(request)} only wants its next token and gets none, while {named(other)} computes"
-            assert counts[request] or not counts[other], f"{label}: {starved} {counts[other]} tokens of its prompt"
+            instead = f"while {named(other)} computes {count_of(counts[other], 'token')} of its prompt"
+            starved = f"{named(request)} only wants its next token and gets none, {instead}"
+            assert counts[request] or not counts[other], f"{label}: {starved}"
     for request in reading:
         for other in waiting:
             behind = f"{named(other)} joins, while {named(request)}, which runs already, gets {counts[request]}"
@@ -86,6 +87,13 @@ def all_waiting(fn):
     check_plan(fn, [], running_and_waiting([], [7, 2, 3])[1], budget=9, seqs=4)
     check_plan(fn, [], running_and_waiting([], [7, 2, 3])[1], budget=100, seqs=2)
     check_plan(fn, [], running_and_waiting([], [30])[1], budget=8, seqs=1)
+
+
+@plan
+def short_prompts(fn):
+    """a prompt of one token that waits is no decode: it comes after the running prompts"""
+    check_plan(fn, *running_and_waiting([(20, 8)], [1, 1]), budget=5, seqs=4)
+    check_plan(fn, *running_and_waiting([(20, 8)], [1, 1]), budget=13, seqs=4)
 
 
 @plan

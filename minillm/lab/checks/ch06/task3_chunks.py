@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from minillm.lab.check import seeded
-from minillm.lab.checks.ch06.base import CHAPTER, Watched, is_count
+from minillm.lab.checks.ch06.base import CHAPTER, Watched, count_of, is_count
 
 chunk = CHAPTER.task(
     "chunk_prompt",
@@ -36,10 +36,10 @@ def check_chunks(fn: Callable, n_prompt: int, decodes: list[int], budget: int) -
         assert start == at, f"{where}: starts at {start}, but the tokens up to {at} are computed, and no others"
         assert start <= end, f"{where}: ends at {end}, before it starts"
         assert end <= n_prompt, f"{where}: ends at {end}, behind the prompt's {n_prompt} tokens"
-        full = f"{writing} running texts take the whole budget of {budget}: the prompt gets nothing in this step"
+        full = f"{count_of(writing, 'running text')}, a budget of {budget}: the prompt gets nothing in this step"
         assert room or end == start, f"{where}: {full}, and the step counts; expected {(at, at, writing)}"
-        beside = f"{end - start} tokens of the prompt beside {writing} that are written"
-        assert end - start <= room, f"{where}: {beside} are more than the budget of {budget}"
+        beside = f"{count_of(end - start, 'token')} of the prompt beside {count_of(writing, 'running text')}"
+        assert end - start <= room, f"{where}: {beside}: more than the budget of {budget}"
         if end < min(n_prompt, start + room):
             why = ""
             if end == n_prompt - 1:
@@ -63,7 +63,7 @@ def check_out(where: str, out: int, writing: int, ends: bool) -> None:
         why = ": a chunk that does not end the prompt gives no token"
     elif out == ends:
         why = ": the running texts write one each"
-    assert out == want, f"{where}: {out} tokens come out, expected {want}{why}"
+    assert out == want, f"{where}: {out} come out, expected {want}{why}"
 
 
 @chunk
@@ -80,6 +80,7 @@ def alone(fn):
     check_chunks(fn, 3, [], 4)
     check_chunks(fn, 4, [], 4)
     check_chunks(fn, 1, [], 1)
+    check_chunks(fn, 3, [], 1)
 
 
 @chunk

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from random import Random
 
 from minillm.lab.check import seeded
-from minillm.lab.checks.ch06.base import CHAPTER, Watched, named, new_request, pairs_of, some_requests
-from minillm.scheduler import Request
+from minillm.lab.checks.ch06.base import CHAPTER, Watched, count_of, named, new_request, pairs_of, some_requests
+from minillm.request import Request
 
 BLOCK_SIZE = 4
 
@@ -86,12 +86,13 @@ def check_victims(label: str, got: list[Request], want: list[Request], tables: d
             assert not lower, f"{label}: {about(mine)} loses its blocks, but {about(other)} has a {rule}"
             raise AssertionError(f"{label}: {about(mine)} loses its blocks, and not {about(other)}: {rule}")
     enough = n_free + sum(len(tables[request]) for request in got[: len(want)])
-    more = f"{enough} blocks are free after {len(want)} preemptions: that is enough" if enough >= needed else ""
-    more = more or "the last one that runs must stay, or nobody gets on"
+    more = "the last one that runs must stay, or nobody gets on"
+    if enough >= needed:
+        more = f"after {count_of(len(want), 'preemption')} {count_of(enough, 'block')} free: that is enough"
     assert len(got) <= len(want), f"{label}: {named(got[len(want)])} loses its blocks, and should not; {more}"
     freed = n_free + sum(len(tables[request]) for request in got)
     assert len(got) == len(want), (
-        f"{label}: {freed} blocks are free after {len(got)} preemptions, and {needed} are needed"
+        f"{label}: after {count_of(len(got), 'preemption')} {count_of(freed, 'block')} free, and {needed} are needed"
     )
 
 

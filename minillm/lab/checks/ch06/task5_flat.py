@@ -11,7 +11,7 @@ from torch import Tensor
 from minillm.lab.check import seeded
 from minillm.lab.checks.ch03 import expect_tuple
 from minillm.lab.checks.ch06.base import CHAPTER, is_count, named, new_request, some_requests
-from minillm.scheduler import Request, Span
+from minillm.request import Request, Span
 
 flat = CHAPTER.task(
     "flat_batch",
