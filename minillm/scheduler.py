@@ -12,7 +12,7 @@ are the same thing in different numbers, and one step mixes them (chunked prefil
   blocks and waits. It keeps its tokens, and is computed again later as if they were a prompt (recomputation).
   The first in order never loses to anyone, so somebody always gets on.
 
-Yu et al., "Orca" (2022), section 4.1; Kwon et al., "PagedAttention" (2023), section 4.5; Agrawal et al.,
+Yu et al., "Orca" (2022), section 4.2; Kwon et al., "PagedAttention" (2023), section 4.5; Agrawal et al.,
 "Sarathi-Serve" (2024), section 4.
 """
 
@@ -170,7 +170,8 @@ class Scheduler:
         for follower in followers:
             follower.num_cached = request.num_computed
             if len(self.running) < self.max_num_seqs:
-                follower.block_table, follower.num_computed = list(request.block_table), request.num_computed
+                follower.num_computed = request.num_computed
+                follower.block_table = request.block_table[: self.blocks.blocks_for(request.num_computed)]
                 for block in follower.block_table:
                     self.blocks.share(block)
                 insort(self.running, follower, key=lambda r: r.order)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from minillm.engine import Engine, EngineRequest
+from minillm.engine import Engine
+from minillm.engine_request import EngineRequest
 from minillm.lab.kv_memory import Room, Slots, Text
 from minillm.lab.plots import BLUE, GREY, INK, KINDS, PURPLE, Picture, cell, edge, picture, show_legend
 

@@ -20,7 +20,8 @@ from importlib import resources
 
 from minillm.blocks import BlockPool
 from minillm.policies import Policy
-from minillm.scheduler import Request, Scheduler
+from minillm.request import Request
+from minillm.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
