@@ -210,10 +210,14 @@ class Engine:
         """
         if isinstance(prompts, (str, bytes)):
             raise ValueError("prompts is a list of prompts; for a single one give [prompt]")
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(each)} params")
-        requests = [self.make_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(f"params must be SamplingParams or a list of them, not {type(params).__name__}")
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(params)} params")
+        requests = [self.make_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for request in requests:
             self.submit([request])
         try:

@@ -44,6 +44,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # both lists are in the order of service
         self.running: list[Request] = []
         self.arrived = 0
+        self.copies: list[tuple[int, int]] = []  # kept until the step they belong to has been computed
         self.met: Counter[str] = Counter()  # what has happened: preemptions, copies, hits, ...
 
     @property
@@ -71,7 +72,6 @@ class Scheduler:
     def schedule(self, now: float = 0.0) -> Step:
         """Choose the spans of the next step, and give their requests the blocks they need. Empty if nobody can run."""
         spans: list[Span] = []
-        copies: list[tuple[int, int]] = []
         left = self.max_num_batched_tokens
         preempted = self.met["preemptions"]
         for request in self.running:  # where a step was interrupted before its rows chose their tokens: once more
@@ -79,12 +79,12 @@ class Scheduler:
         for request in list(self.running):
             if request not in self.running or left == 0:  # it was preempted for one before it
                 continue
-            left -= self.go_on(request, left, spans, copies)
+            left -= self.go_on(request, left, spans)
         if self.met["preemptions"] == preempted:  # else there is no room for anybody
-            self.admit(left, spans, copies, now)
-        return Step(spans, copies)
+            self.admit(left, spans, now)
+        return Step(spans, tuple(self.copies))
 
-    def go_on(self, request: Request, left: int, spans: list[Span], copies: list[tuple[int, int]]) -> int:
+    def go_on(self, request: Request, left: int, spans: list[Span]) -> int:
         """Give a running request its tokens of this step; preempt until it has the blocks. -> tokens taken"""
         count = self.share_of(request, left)
         while self.missing_blocks(request, count) > self.blocks.available:
@@ -97,7 +97,7 @@ class Scheduler:
             self.preempt(victim)
             if victim is request:
                 return 0
-        return self.give(request, count, spans, copies)
+        return self.give(request, count, spans)
 
     def share_of(self, request: Request, left: int) -> int:
         """How many tokens it may compute. Those behind it that want a single one are thought of."""
@@ -110,7 +110,7 @@ class Scheduler:
         request.draft = request.draft[: max(0, count - known)]  # no budget to verify more
         return count
 
-    def admit(self, left: int, spans: list[Span], copies: list[tuple[int, int]], now: float) -> None:
+    def admit(self, left: int, spans: list[Span], now: float) -> None:
         """Let the first of those who wait join, while there is room for all the tokens they have."""
         while self.waiting and len(self.running) < self.max_num_seqs and left:
             request = self.waiting[0]
@@ -131,7 +131,7 @@ class Scheduler:
                 bool(found) and len(request.tokens) == request.num_computed + self.blocks.block_size
             )
             insort(self.running, request, key=lambda r: r.order)
-            left -= self.give(request, min(request.wanted, left), spans, copies)
+            left -= self.give(request, min(request.wanted, left), spans)
 
     def missing_blocks(self, request: Request, count: int) -> int:
         """Blocks that it needs for `count` more tokens."""
@@ -143,12 +143,12 @@ class Scheduler:
         index = request.num_computed // self.blocks.block_size
         return index < len(request.block_table) and self.blocks.references[request.block_table[index]] > 1
 
-    def give(self, request: Request, count: int, spans: list[Span], copies: list[tuple[int, int]]) -> int:
+    def give(self, request: Request, count: int, spans: list[Span]) -> int:
         """Take the blocks for `count` more tokens, and put the span down."""
         if self.writes_into_shared(request):  # copy-on-write
             index = request.num_computed // self.blocks.block_size
             own = self.blocks.take()
-            copies.append((request.block_table[index], own))
+            self.copies.append((request.block_table[index], own))
             self.blocks.release(request.block_table[index])
             request.block_table[index] = own
             self.met["copies"] += 1
@@ -160,6 +160,7 @@ class Scheduler:
 
     def computed(self, request: Request, n: int) -> None:
         """The first n of the rows that were given are right, and past from now on."""
+        self.copies.clear()
         start, request.num_computed = request.num_computed, request.num_computed + n
         self.blocks.remember(request.tokens, request.block_table, start, request.num_computed)
 

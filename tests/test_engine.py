@@ -26,7 +26,7 @@ from minillm.engine_request import EngineRequest
 from minillm.generation import generate
 from minillm.lab.tiny import tiny_model
 from minillm.model import NoCache, Transformer
-from minillm.paged_kv import PagedView
+from minillm.paged_kv import PagedKV, PagedView
 from minillm.request import Span
 from minillm.sampling import SamplingParams
 from minillm.scheduler import Scheduler
@@ -361,7 +361,7 @@ def test_a_bad_number_of_samples_gets_its_sentence_and_hurts_nobody(n):
         ([[1], [2]], [GREEDY], "2 prompts and 1 params"),
         ([[1]], [GREEDY, GREEDY], "1 prompts and 2 params"),
         ([[1], [2]], [GREEDY, 3], "params must be SamplingParams, not int"),
-        ([[1], [2]], {"temperature": 0, "top_k": 1}, "params must be SamplingParams, not str"),
+        ([[1], [2]], {"temperature": 0, "top_k": 1}, "params must be SamplingParams or a list of them, not dict"),
     ],
 )
 def test_one_bad_prompt_among_good_ones_runs_nothing(prompts, params, sentence):
@@ -631,9 +631,12 @@ def interrupted(engine: Engine, monkeypatch, owner, name: str, at: int) -> bool:
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("place", ["in the first layer", "in the last layer", "before a token is chosen"])
+@pytest.mark.parametrize(
+    "place", ["before the copies", "in the first layer", "in the last layer", "before a token is chosen"]
+)
 def test_a_step_that_was_interrupted_is_simply_done_again(place, monkeypatch):
     owner, name = {
+        "before the copies": (PagedKV, "copy"),
         "in the first layer": (MODEL.blocks[0].mlp, "forward"),
         "in the last layer": (MODEL.blocks[-1].mlp, "forward"),
         "before a token is chosen": (writing, "sample"),

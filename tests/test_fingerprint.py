@@ -215,9 +215,9 @@ def num_computed_survives_a_preemption(patch):
         kept[request] = request.num_computed
         real_preempt(self, request)
 
-    def give(self, request, count, spans, copies):
+    def give(self, request, count, spans):
         request.num_computed = min(kept.pop(request, request.num_computed), len(request.tokens) - 1)
-        return real_give(self, request, count, spans, copies)
+        return real_give(self, request, count, spans)
 
     patch.setattr(Scheduler, "preempt", preempt)
     patch.setattr(Scheduler, "give", give)
@@ -237,9 +237,9 @@ def guesses_count_as_computed(patch):
     real_give, real_computed = Scheduler.give, Scheduler.computed
     given = {}
 
-    def give(self, request, count, spans, copies):
+    def give(self, request, count, spans):
         given[request] = count
-        return real_give(self, request, count, spans, copies)
+        return real_give(self, request, count, spans)
 
     patch.setattr(Scheduler, "give", give)
     patch.setattr(Scheduler, "computed", lambda self, request, n: real_computed(self, request, given[request]))
@@ -279,7 +279,7 @@ def revived_blocks_are_counted_as_room(patch):
     """A cached block that is found cannot also be taken for something else."""
     real = Scheduler.admit
 
-    def admit(self, left, spans, copies, now):
+    def admit(self, left, spans, now):
         pool = self.blocks
         while self.waiting and len(self.running) < self.max_num_seqs and left:
             found = pool.find(self.waiting[0].tokens)
@@ -291,9 +291,9 @@ def revived_blocks_are_counted_as_room(patch):
                     pool.share(block)
                 request.block_table, request.num_computed = found, len(found) * pool.block_size
                 self.running.append(request)
-                left -= self.give(request, min(request.wanted, left), spans, copies)
+                left -= self.give(request, min(request.wanted, left), spans)
             else:
-                return real(self, left, spans, copies, now)
+                return real(self, left, spans, now)
 
     patch.setattr(Scheduler, "admit", admit)
 
@@ -301,9 +301,9 @@ def revived_blocks_are_counted_as_room(patch):
 def the_newest_is_admitted_first(patch):
     real = Scheduler.admit
 
-    def admit(self, left, spans, copies, now):
+    def admit(self, left, spans, now):
         self.waiting.reverse()
-        real(self, left, spans, copies, now)
+        real(self, left, spans, now)
         self.waiting.reverse()
 
     patch.setattr(Scheduler, "admit", admit)
@@ -336,10 +336,10 @@ def one_that_reads_is_never_preempted(patch):
     """Two that read their prompts wait for each other's blocks."""
     real = Scheduler.go_on
 
-    def go_on(self, request, left, spans, copies):
+    def go_on(self, request, left, spans):
         if self.missing_blocks(request, self.share_of(request, left)) > self.blocks.available:
             return 0
-        return real(self, request, left, spans, copies)
+        return real(self, request, left, spans)
 
     patch.setattr(Scheduler, "go_on", go_on)
 

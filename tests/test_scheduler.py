@@ -197,7 +197,7 @@ def test_more_texts_than_the_budget_has_tokens_are_served_in_their_order():
 
 def test_nobody_there_gives_an_empty_step():
     s = scheduler()
-    assert s.schedule() == Step([], [])
+    assert s.schedule() == Step([])
     assert s.idle
 
 
@@ -395,7 +395,7 @@ def test_samples_join_when_the_prompt_is_computed_and_copy_only_the_block_that_t
     step = play(s)
     assert spans(step) == [(r, 6, 1) for r in (leader, first, second)]
     # The first two write into copies; the last owner needs none.
-    assert step.copies == [(tail, leader.block_table[1]), (tail, first.block_table[1])]
+    assert list(step.copies) == [(tail, leader.block_table[1]), (tail, first.block_table[1])]
     assert second.block_table == [full, tail]
     assert s.blocks.references[full] == 3
 
@@ -405,7 +405,7 @@ def test_samples_of_whole_blocks_need_no_copies():
     leader = leader_with(2, tokens=8)
     s.add(leader)
     play(s)
-    assert play(s).copies == []
+    assert not play(s).copies
     assert len({r.block_table[2] for r in s.running}) == 3
 
 
@@ -508,7 +508,7 @@ def test_a_copy_needs_a_block_and_without_one_the_last_sample_waits():
     play(s)
     assert s.blocks.available == 0
     step = play(s)
-    assert (spans(step), step.copies) == ([(leader, 6, 1)], [])  # it is the only owner now
+    assert (spans(step), step.copies) == ([(leader, 6, 1)], ())  # it is the only owner now
     assert follower.num_computed == 0
     assert spans(play(s)) == [(follower, 0, 7)]
 
