@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor
 
 DENSE = 0.5  # share of the blocks of a stretch that must be wanted, for it to be read as it is
@@ -29,33 +29,44 @@ DENSE = 0.5  # share of the blocks of a stretch that must be wanted, for it to b
 class Part:
     """Some blocks, and for each of them the m query rows that see it (fewer are padded).
 
-    blocks: a stretch of the pool, or [n] block numbers. rows: [n, m] query rows. mask: [n, 1, m, 1, block_size], 0
-    where a row sees a slot and -inf elsewhere. real: [pairs], the entries of the flattened `rows` that are no padding.
+    blocks: a stretch of the pool, or [n] block numbers. rows: [n, m] query rows. mask: [n * n_kv_heads, m, 1,
+    block_size], 0 where a row sees a slot and -inf elsewhere. real: [pairs], the entries of the flattened `rows` that
+    are no padding; None if all are.
     """
 
     blocks: slice | Tensor
     rows: Tensor
     mask: Tensor
-    real: Tensor
+    real: Tensor | None
 
     @classmethod
-    def of(cls, blocks: slice | Sequence[int], seen_by: Sequence[dict[int, int]], size: int, like: Tensor) -> Part:
-        """seen_by: for each block, how many of its slots each query row sees."""
+    def of(cls, blocks: slice | Sequence[int], seen_by: Sequence[dict[int, int]], like: Tensor) -> Part:
+        """seen_by: for each block, how many of its slots each query row sees. like: keys of a layer."""
+        n_kv_heads, size = like.shape[1:3]
         most = max(len(seen) for seen in seen_by)
         padded = [[*seen.items(), *[(0, 0)] * (most - len(seen))] for seen in seen_by]
         rows, slots = torch.tensor(padded, device=like.device).unbind(-1)
         hidden = torch.arange(size, device=like.device) >= slots[..., None]
         mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -torch.inf)
+        mask = repeat(mask, "n m s -> (n g) m 1 s", g=n_kv_heads)
         if not isinstance(blocks, slice):
             blocks = torch.tensor(blocks, device=like.device)
-        return cls(blocks, rows, mask[:, None, :, None], slots.flatten().nonzero()[:, 0])
+        return cls(blocks, rows, mask, None if slots.all() else slots.flatten().nonzero()[:, 0])
+
+    @property
+    def pairs(self) -> Tensor:
+        """The query row of each pair."""
+        return self.rows.flatten() if self.real is None else self.rows.flatten()[self.real]
+
+    def only_real(self, results: Tensor) -> Tensor:
+        return results if self.real is None else results[self.real]
 
 
 class BlockAttention:
     """What does not change from layer to layer: which rows see which blocks. Then `self(q, keys, values)`, a layer."""
 
     def __init__(self, tables: Sequence[Sequence[int]], lengths: Sequence[int], like: Tensor):
-        """tables: each row's blocks, `lengths` its tokens. like: keys of a layer, for block size, dtype and device."""
+        """tables: each row's blocks, `lengths` its tokens. like: keys of a layer, for sizes, dtype and device."""
         size = like.shape[2]
         seen_by: dict[int, dict[int, int]] = {}  # block -> {query row: slots that it sees}
         for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
@@ -70,12 +81,12 @@ class BlockAttention:
             stretch = range(alone[0], alone[-1] + 1)
             if len(alone) >= DENSE * len(stretch):
                 owners = [seen_by[b] if len(seen_by.get(b, ())) == 1 else {} for b in stretch]
-                self.parts.append(Part.of(slice(stretch.start, stretch.stop), owners, size, like))
+                self.parts.append(Part.of(slice(stretch.start, stretch.stop), owners, like))
             else:
-                self.parts.append(Part.of(alone, [seen_by[b] for b in alone], size, like))
+                self.parts.append(Part.of(alone, [seen_by[b] for b in alone], like))
         if shared:
-            self.parts.append(Part.of(shared, [seen_by[b] for b in shared], size, like))
-        self.rows = torch.cat([part.rows.flatten()[part.real] for part in self.parts])  # of each pair (row, block)
+            self.parts.append(Part.of(shared, [seen_by[b] for b in shared], like))
+        self.rows = torch.cat([part.pairs for part in self.parts])  # of each pair (row, block)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q: [rows, n_heads, head_dim]; keys, values: [n_blocks, n_kv_heads, block_size, head_dim]. -> like q"""
@@ -90,21 +101,15 @@ def partial_results(q: Tensor, keys: Tensor, values: Tensor, part: Part) -> tupl
 
     -> top [pairs, n_heads], total [pairs, n_heads], weighted [pairs, n_heads, head_dim]
     """
-    k, v = keys[part.blocks], values[part.blocks]
-    n, n_kv_heads = k.shape[:2]
-    m = part.rows.shape[1]
-    q = rearrange(q[part.rows], "n m (g r) d -> (n g) (m r) d", g=n_kv_heads)
-    scores = torch.bmm(q, k.flatten(0, 1).transpose(1, 2)).view(n, n_kv_heads, m, -1, k.shape[2]) + part.mask
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top).exp_()
-    total = weights.sum(-1)
-    weighted = torch.bmm(weights.view(n * n_kv_heads, -1, k.shape[2]), v.flatten(0, 1))
-    by_pair = "n g m r -> (n m) (g r)"
-    return (
-        rearrange(top[..., 0], by_pair)[part.real],
-        rearrange(total, by_pair)[part.real],
-        rearrange(weighted, "(n g) (m r) d -> (n m) (g r) d", n=n, m=m)[part.real],
-    )
+    k, v = keys[part.blocks].flatten(0, 1), values[part.blocks].flatten(0, 1)  # [n * n_kv_heads, block_size, head_dim]
+    n, m = part.rows.shape
+    q = rearrange(q[part.rows], "n m (g r) d -> (n g) (m r) d", g=keys.shape[1])
+    mask = part.mask.expand(-1, -1, q.shape[1] // m, -1).flatten(1, 2)  # the heads of a group see the same
+    scores = torch.baddbmm(mask, q, k.mT)
+    top = scores.amax(-1)
+    weights = scores.sub_(top[..., None]).exp_()
+    parts = (x.view(n, keys.shape[1], m, -1, *x.shape[2:]) for x in (top, weights.sum(-1), torch.bmm(weights, v)))
+    return tuple(part.only_real(rearrange(x, "n g m r ... -> (n m) (g r) ...")) for x in parts)
 
 
 def merge(top: Tensor, total: Tensor, weighted: Tensor, rows: Tensor, n_rows: int) -> Tensor:

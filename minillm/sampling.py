@@ -145,6 +145,20 @@ def keep_min_p(logits: Tensor, min_p: float) -> Tensor:
     return logits.masked_fill(logits < logits.max() + math.log(min_p), -torch.inf)
 
 
+def with_history(
+    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], end_ids: Sequence[int]
+) -> Tensor:
+    """Rules 1 and 2, which look at the tokens so far. Refuses logits from which no token can be chosen."""
+    require_numbers(logits, "the weights or an earlier computation are broken")
+    if params.needs_history:
+        logits = penalize(logits, params, prompt, output)
+    if len(output) < params.min_tokens and end_ids:
+        logits = logits.clone()
+        logits[list(end_ids)] = -torch.inf
+    require_numbers(logits, "the penalties are too large, or every token is barred")
+    return logits
+
+
 def distribution(
     logits: Tensor,
     params: SamplingParams,
@@ -156,13 +170,7 @@ def distribution(
 
     `end_ids` are barred while fewer than `min_tokens` were generated. At temperature 0 the result is one-hot.
     """
-    require_numbers(logits, "the weights or an earlier computation are broken")
-    if params.needs_history:
-        logits = penalize(logits, params, prompt, output)
-    if len(output) < params.min_tokens and end_ids:
-        logits = logits.clone()
-        logits[list(end_ids)] = -torch.inf
-    require_numbers(logits, "the penalties are too large, or every token is barred")
+    logits = with_history(logits, params, prompt, output, end_ids)
     if params.temperature == 0:
         return torch.zeros_like(logits).scatter(0, logits.argmax(-1, keepdim=True), 1.0)
     wide = (logits - logits.max()).double()  # the best is 0; in float32 a tiny temperature would be 0, a huge one inf
@@ -191,9 +199,9 @@ def sample(
     end_ids: Sequence[int] = (),
 ) -> int:
     """Draw one token from `distribution(...)`. `generator` is on the CPU, so that a seed means the same anywhere."""
+    if params.temperature == 0:  # without the way over 0 and 1 for each token of the vocabulary
+        return int(with_history(logits, params, prompt, output, end_ids).argmax())
     probabilities = distribution(logits, params, prompt, output, end_ids)
-    if params.temperature == 0:
-        return int(probabilities.argmax())
     return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
 
 

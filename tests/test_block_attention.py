@@ -90,7 +90,7 @@ def check(trials: int) -> Counter:
             kind = "shared" if part.rows.shape[1] > 1 else "stretch" if isinstance(part.blocks, slice) else "picked"
             met[kind] += 1
         stretch = [part for part in attend.parts if isinstance(part.blocks, slice)]
-        met["a stretch with gaps"] += any(len(p.real) < len(p.rows) for p in stretch)
+        met["a stretch with gaps"] += any(len(p.pairs) < len(p.rows) for p in stretch)
     return met
 
 
@@ -220,9 +220,9 @@ def padding_counts(patch):
     """Padded pairs are merged too."""
     real = block_attention.Part.of.__func__
 
-    def of(cls, blocks, seen_by, size, like):
-        part = real(cls, blocks, seen_by, size, like)
-        return cls(part.blocks, part.rows, part.mask, torch.arange(part.rows.numel()))
+    def of(cls, blocks, seen_by, like):
+        part = real(cls, blocks, seen_by, like)
+        return cls(part.blocks, part.rows, part.mask, None)
 
     patch.setattr(block_attention.Part, "of", classmethod(of))
 
