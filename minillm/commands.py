@@ -117,7 +117,7 @@ def ladder(options: argparse.Namespace) -> None:
     report.require_folder(options.json, options.plot)
     machine = describe()
     warn(busy_warning(machine["busy"]))
-    model, tokenizer = load(device="cpu")
+    model, tokenizer = load(device="cpu", packed=True)
     limits = roofline.this_machine()
     workload = read_workload("story", tokenizer, options.quick)
     requests = read_requests("requests", tokenizer, options.quick)
@@ -148,7 +148,7 @@ def peers(options: argparse.Namespace) -> None:
     report.require_folder(options.json)
     machine = describe()
     warn(busy_warning(machine["busy"]))
-    model, tokenizer = load(device="cpu")
+    model, tokenizer = load(device="cpu", packed=True)
     single = peers.compare(model, read_workload("story", tokenizer).prompt)
     many = batch_peers.compare_batches(model, read_requests("requests", tokenizer))
     results, ratios = single["results"] + many["results"], single["ratios"] | many["ratios"]
@@ -180,7 +180,7 @@ def serving(options: argparse.Namespace) -> None:
         poisson_trace(options.requests, options.rate, options.seed, [0])
     machine = describe()
     warn(busy_warning(machine["busy"]))
-    model, tokenizer = load(device="cpu")
+    model, tokenizer = load(device="cpu", packed=True)
     text = read_workload("story", tokenizer).prompt
     if options.trace:
         trace = read_trace(options.trace, text)

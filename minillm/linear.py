@@ -3,12 +3,14 @@
 Decoding multiplies a few rows by large matrices, and is as slow as the weights are to read. A BLAS library has a
 different routine for each shape, and not all of them read at full speed: on many CPUs `(W @ x.T).T` with four rows
 is quicker than `F.linear` with one. So `choose_products` times a few forms once, when the model is prepared, as
-Triton's autotuner does for a kernel. All forms read the same weights in the same layout, [out, in]; the results
-differ by rounding only.
+Triton's autotuner does for a kernel. Two of them read the same weights in the same layout, [out, in]. The third, if
+asked for, reads a second copy that oneDNN has packed into blocks: twice the memory, and for 8 to 64 rows, the batches
+of an engine, the quickest by far. The results differ by rounding only.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -18,9 +20,11 @@ from torch import Tensor, nn
 
 SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)  # numbers of rows that are timed
 SAMPLE_BYTES = 64 * 2**20  # enough weights that no cache holds them
-REPEATS = 3
+REPEATS = 4
+PACKED_FOR = 32  # rows that the packed layout is made for; it serves any number
 
-PLAIN = 0  # the choice that means F.linear; any other is the number of rows that x is padded to
+# A choice is the number of rows that x is padded to, for the product by columns, or one of these.
+PLAIN, PACKED = 0, -1
 
 
 class Linear(nn.Module):
@@ -31,6 +35,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_out, n_in, **kwargs)) if weight is None else weight
         self.bias = nn.Parameter(torch.empty(n_out, **kwargs)) if bias else None
         self.choices: list[int] | None = None  # for each number of rows, set by choose_products
+        self.packed: Tensor | None = None  # set by choose_products
 
     def forward(self, x: Tensor) -> Tensor:
         if self.choices is None:
@@ -38,6 +43,8 @@ class Linear(nn.Module):
         choice = self.choices[min(len(x), SIZES[-1] + 1)]
         if choice == PLAIN:
             return F.linear(x, self.weight, self.bias)
+        if choice == PACKED:
+            return packed_product(x, self.packed, self.bias)
         out = columns_product(x, self.weight, choice)
         return out if self.bias is None else out + self.bias
 
@@ -50,21 +57,62 @@ def columns_product(x: Tensor, weight: Tensor, padded_rows: int) -> Tensor:
     return (weight @ x.T)[:, :rows].T.contiguous()
 
 
-def choose_products(model: nn.Module) -> None:
+def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b with a matrix from `pack`. -> [rows, out]"""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """A copy of W in oneDNN's own layout; None where this PyTorch cannot do it (its operator is not a public one)."""
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def choose_products(model: nn.Module, packed: bool = False) -> None:
     """Time the forms on this model's own weights (about a second) and set the quickest in each `Linear`.
 
-    Only on a CPU in float32: elsewhere F.linear is kept.
+    Only on a CPU in float32: elsewhere F.linear is kept. packed: keep a second, packed copy of the weights too.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
-    weights = sample_weights([layer.weight for layer in layers])
+    weights = sample_weights([layer.weight.detach() for layer in layers])
     if not weights or any(w.device.type != "cpu" or w.dtype != torch.float32 for w in weights):
         return
-    with torch.inference_mode():
-        plain = {n: seconds(weights, n, F.linear) for n in SIZES}
-        columns = {n: seconds(weights, n, lambda x, w, n=n: columns_product(x, w, n)) for n in SIZES}
-    choices = [quickest(rows, plain, columns) for rows in range(SIZES[-1] + 2)]
+    forms: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "plain": lambda x, i: F.linear(x, weights[i]),
+        "columns": lambda x, i: columns_product(x, weights[i], len(x)),
+    }
+    if packed:
+        for layer in layers:
+            layer.packed = pack(layer.weight.detach())
+        copies = [layer.packed for layer in layers[: len(weights)]]
+        if None not in copies:
+            forms["packed"] = lambda x, i: packed_product(x, copies[i])
+    times = fastest(forms, [w.shape[1] for w in weights])
+    choices = [quickest(rows, **times) for rows in range(SIZES[-1] + 2)]
     for layer in layers:
         layer.choices = choices
+
+
+@torch.inference_mode()
+def fastest(forms: dict[str, Callable[[Tensor, int], Tensor]], n_in: list[int]) -> dict[str, dict[int, float]]:
+    """For each form and number of rows, the seconds of its shortest pass over all weights: noise only ever adds time.
+
+    The forms take turns, so that a slow moment of the machine spoils one pass of many forms, not all passes of one.
+    forms: x [rows, in] and the number of a weight -> the product. n_in: the columns of each weight.
+    """
+    times: dict[str, dict[int, float]] = {name: dict.fromkeys(SIZES, math.inf) for name in forms}
+    for turn in range(REPEATS + 1):
+        for rows in SIZES:
+            inputs = {n: torch.randn(rows, n) for n in n_in}
+            for name, product in forms.items():
+                start = time.perf_counter()
+                for i, n in enumerate(n_in):
+                    product(inputs[n], i)
+                if turn:  # the first pass warms up
+                    times[name][rows] = min(times[name][rows], time.perf_counter() - start)
+    return times
 
 
 def sample_weights(weights: list[Tensor]) -> list[Tensor]:
@@ -78,22 +126,13 @@ def sample_weights(weights: list[Tensor]) -> list[Tensor]:
     return []
 
 
-def seconds(weights: list[Tensor], rows: int, product: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """The shortest of a few passes over all weights: noise on a machine only ever adds time."""
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]) for w in weights}
-    times = []
-    for _ in range(REPEATS + 1):  # the first pass warms up
-        start = time.perf_counter()
-        for weight in weights:
-            product(inputs[weight.shape[1]], weight)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def quickest(rows: int, plain: dict[int, float], columns: dict[int, float]) -> int:
-    """PLAIN, or the number of rows to pad to. More rows than were timed: no padding, the better form of the last."""
-    if rows > SIZES[-1]:
-        return PLAIN if plain[SIZES[-1]] <= columns[SIZES[-1]] else 1
-    larger = [n for n in SIZES if n >= rows]
-    padded = min(larger, key=columns.__getitem__)
-    return PLAIN if plain[larger[0]] <= columns[padded] else padded
+def quickest(
+    rows: int, plain: dict[int, float], columns: dict[int, float], packed: dict[int, float] | None = None
+) -> int:
+    """PLAIN, PACKED, or the rows to pad to. More rows than were timed: no padding, and what was best for the most."""
+    size = next((n for n in SIZES if n >= rows), SIZES[-1])
+    padded = min((n for n in SIZES if n >= size), key=columns.__getitem__)
+    options = {PLAIN: plain[size], padded if rows <= size else 1: columns[padded]}
+    if packed:
+        options[PACKED] = packed[size]
+    return min(options, key=options.__getitem__)

@@ -230,8 +230,11 @@ class Transformer(nn.Module):
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
         return self
 
-    def prepare(self) -> Transformer:
-        """Get ready for inference: no gradients, and the quickest matrix product for each number of rows."""
+    def prepare(self, packed: bool = False) -> Transformer:
+        """Get ready for inference: no gradients, and the quickest matrix product for each number of rows.
+
+        packed: keep a second copy of the weights in a layout that is quicker for many rows (linear.py).
+        """
         self.requires_grad_(False)
-        choose_products(self)
+        choose_products(self, packed)
         return self

@@ -9,7 +9,7 @@ from conftest import TINY
 from torch import nn
 
 from minillm import linear as module
-from minillm.linear import PLAIN, SIZES, Linear, choose_products, columns_product, quickest
+from minillm.linear import PACKED, PLAIN, SIZES, Linear, choose_products, columns_product, pack, quickest
 from minillm.model import NoCache, Transformer
 
 N_IN, N_OUT = 48, 40
@@ -140,3 +140,42 @@ def test_padding_adds_nothing_to_the_rows_that_were_there():
     exact = F.linear(x.double(), layer.weight.double())
     assert not ((in_front - exact).abs() <= rounding(layer, x)).all()
     assert ((columns_product(x, layer.weight, 8) - exact).abs() <= rounding(layer, x)).all()
+
+
+# The packed copy.
+
+needs_packing = pytest.mark.skipif(pack(torch.ones(8, 8)) is None, reason="this PyTorch cannot pack weights")
+
+
+@needs_packing
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 70])
+def test_the_packed_product_is_the_plain_one_up_to_rounding(rows, bias):
+    layer, x = layer_and_input(rows, bias)
+    layer.packed, layer.choices = pack(layer.weight.detach()), [PACKED] * (SIZES[-1] + 2)
+    exact = F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    with torch.inference_mode():
+        assert ((layer(x) - exact).abs() <= rounding(layer, x)).all()
+
+
+@needs_packing
+def test_only_who_asks_for_it_gets_a_second_copy(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
+    for packed in (False, True):
+        model = Transformer(TINY).init_weights(0).prepare(packed)
+        layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+        assert all((layer.packed is not None) == packed for layer in layers)
+        assert packed or all(PACKED not in layer.choices for layer in layers)
+
+
+def test_where_nothing_can_be_packed_the_other_forms_are_chosen(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(module, "pack", lambda weight: None)
+    model = Transformer(TINY).init_weights(0).prepare(packed=True)
+    assert PACKED not in model.head.choices and len(model.head.choices) == SIZES[-1] + 2
+
+
+def test_the_packed_form_is_chosen_where_it_is_the_quickest():
+    plain, columns = dict.fromkeys(SIZES, 2.0), dict.fromkeys(SIZES, 3.0) | {4: 1.0}
+    table = [quickest(rows, plain, columns, dict.fromkeys(SIZES, 1.5)) for rows in range(66)]
+    assert table[1] == table[4] == 4 and table[5] == table[64] == table[65] == PACKED
