@@ -1,13 +1,14 @@
 """Attention of single query rows over the blocks of the cache, where they lie.
 
 Every request that decodes has one query row and a table of blocks. Each block that one of them sees gives a *partial*
-result: the largest score m, the sum of exp(score - m), and the values weighted by those. All blocks are computed in one
-batched product, without gathering anybody's past into one piece; then the partial results of each request are merged:
-rescaled to the largest m of all and added up. That is exact, since softmax does not change when a constant is
+result: the largest score m, the sum of exp(score - m), and the values weighted by those. The blocks are computed in a
+batched product or two, without gathering anybody's past into one piece; then the partial results of each request are
+merged: rescaled to the largest m of all and added up. That is exact, since softmax does not change when a constant is
 subtracted from all scores. On a GPU the same split is called flash-decoding.
 
 The product runs over whole blocks of the pool. Where most blocks of a stretch of the pool are in use, it runs over that
-stretch as it is and copies nothing; else the blocks that are needed are picked out first.
+stretch as it is and copies nothing. Else, and for blocks that several rows share, those that are needed are copied
+first.
 
 Dao et al., "Flash-Decoding for long-context inference" (2023); the merge: Milakov and Gimelshein, "Online normalizer
 calculation for softmax" (2018), section 3.1.

@@ -9,7 +9,8 @@ content until it is needed for something else, the least recently used first; un
 What a block holds depends on all tokens before it, so a full block is known by its `Prefix`: its own tokens and the
 prefix in front of them. A hash finds it; comparing the tokens proves it.
 
-Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention" (2023), sections 4.2 to 4.4.
+Kwon et al., "Efficient Memory Management for LLM Serving with PagedAttention" (2023), sections 4.2 to 4.4; keeping the
+blocks of finished requests for later ones, evicted in this order: Zheng et al., "SGLang" (2024), section 3.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Prefix:
-    """The tokens of a text up to the end of a full block, as a chain: these blocks' tokens, after `parent`'s.
+    """The tokens of a text up to the end of a full block, as a chain: this block's tokens, after `parent`'s.
 
     Equal prefixes have equal hashes. Equal hashes prove nothing, so `==` compares the tokens of the whole chain.
     """
@@ -111,6 +112,7 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
+            prefix = self.prefix_of[block]  # equal, and shared: the next comparison ends after one block
         return found
 
     def remember(self, tokens: Sequence[int], block_table: Sequence[int], start: int, end: int) -> None:

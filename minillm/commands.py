@@ -117,7 +117,7 @@ def ladder(options: argparse.Namespace) -> None:
     report.require_folder(options.json, options.plot)
     machine = describe()
     warn(busy_warning(machine["busy"]))
-    model, tokenizer = load(device="cpu", packed=True)
+    model, tokenizer = load(device="cpu")
     limits = roofline.this_machine()
     workload = read_workload("story", tokenizer, options.quick)
     requests = read_requests("requests", tokenizer, options.quick)

@@ -1,8 +1,8 @@
 """Stage 6: the engine. Many requests, one model, one pool of blocks, one step at a time.
 
 A step asks the scheduler who computes what, sends all those tokens through the model as one flat list, and lets each
-text that has come to its end choose its next token. Requests can be added, streamed and given up between any two steps.
-What is wrong with a request is said when it is added, and hurts nobody else.
+text whose tokens are all computed choose its next one. Requests can be added, streamed and given up between any two
+steps. What is wrong with a request is said when it is added, and hurts nobody else.
 
     engine = Engine(model, tokenizer)
     request = engine.add("Once upon a time", SamplingParams(max_tokens=40))
@@ -88,7 +88,7 @@ class Engine:
     def add_samples(
         self, prompt: str | Sequence[int], n: int, params: SamplingParams | None = None, priority: int = 0
     ) -> list[EngineRequest]:
-        """n texts from one prompt, which is computed and kept once. With a seed, sample i has the seed + i."""
+        """n texts from one prompt, computed and kept once for all that find a place. Sample i has the seed + i."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ValueError(f"n must be a whole number of at least 1, not {n!r}")
         requests = [self.make_request(prompt, params, priority, i) for i in range(n)]
@@ -124,7 +124,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[EngineRequest, Piece]]:
-        """One pass of the model. -> the tokens that it gave; none while prompts are read or nobody waits."""
+        """One pass of the model. -> the tokens that it gave; none while prompts are read, or with nothing to do."""
         now = self.clock()
         step = self.last_step = self.scheduler.schedule(now)
         if not step.spans:

@@ -4,8 +4,8 @@ Decoding multiplies a few rows by large matrices, and is as slow as the weights 
 different routine for each shape, and not all of them read at full speed: on many CPUs `(W @ x.T).T` with four rows
 is quicker than `F.linear` with one. So `choose_products` times a few forms once, when the model is prepared, as
 Triton's autotuner does for a kernel. Two of them read the same weights in the same layout, [out, in]. The third, if
-asked for, reads a second copy that oneDNN has packed into blocks: twice the memory, and for 8 to 64 rows, the batches
-of an engine, the quickest by far. The results differ by rounding only.
+asked for, reads a second copy that oneDNN has packed into blocks: twice the memory, and for a batch's rows often
+the quickest by far. The results differ by rounding only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out, **kwargs)) if bias else None
         self.choices: list[int] | None = None  # for each number of rows, set by choose_products
         self.packed: Tensor | None = None  # set by choose_products
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> Linear:
+        """Another dtype or device: what was measured and packed for this one is of no use there."""
+        self.choices = self.packed = None
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.choices is None:
@@ -71,9 +76,10 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 def choose_products(model: nn.Module, packed: bool = False) -> None:
-    """Time the forms on this model's own weights (about a second) and set the quickest in each `Linear`.
+    """Time the forms on this model's own weights (a second or a few) and set the quickest in each `Linear`.
 
-    Only on a CPU in float32: elsewhere F.linear is kept. packed: keep a second, packed copy of the weights too.
+    Only on a CPU in float32: elsewhere F.linear is kept. packed: keep a second, packed copy of the weights too; whoever
+    changes weights afterwards has to call this again.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     weights = sample_weights([layer.weight.detach() for layer in layers])
@@ -130,6 +136,8 @@ def quickest(
     rows: int, plain: dict[int, float], columns: dict[int, float], packed: dict[int, float] | None = None
 ) -> int:
     """PLAIN, PACKED, or the rows to pad to. More rows than were timed: no padding, and what was best for the most."""
+    if rows == 0:
+        return PLAIN  # no row is padded, and no weight is read
     size = next((n for n in SIZES if n >= rows), SIZES[-1])
     padded = min((n for n in SIZES if n >= size), key=columns.__getitem__)
     options = {PLAIN: plain[size], padded if rows <= size else 1: columns[padded]}

@@ -6,7 +6,8 @@ follow the table. The pool owns no lengths and no tables: the requests do (block
 `KVStore` of one step, for all its requests at once.
 
 What is read and written for each layer: a new token writes one row of K and V. A single query row reads every row of
-its blocks once, in place; a longer span gathers them first, so its past is read, written and read again.
+its blocks once, in place where the blocks lie close together, and else from a copy (block_attention.py); a longer span
+gathers them first, so its past is read, written and read again.
 
 Kwon et al., "PagedAttention" (2023), section 4.1.
 """

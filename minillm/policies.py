@@ -51,8 +51,9 @@ class Static:
         batch: list[Request] = []
         seqs = blocks = 0
         for request in scheduler.waiting:
-            seqs += 1 + len(request.followers)
-            blocks += scheduler.blocks.blocks_for(max(self.reserve, len(request.tokens)))
+            samples = 1 + len(request.followers)
+            seqs += samples
+            blocks += samples * scheduler.blocks.blocks_for(max(self.reserve, len(request.tokens)))
             if batch and (seqs > scheduler.max_num_seqs or blocks > scheduler.blocks.n_blocks):
                 break
             batch.append(request)
@@ -73,6 +74,7 @@ class Dynamic(Static):
 
     def choose(self, scheduler: Scheduler, now: float) -> list[Request]:
         oldest = min(request.arrival for request in scheduler.waiting)
-        if len(scheduler.waiting) < scheduler.max_num_seqs and now - oldest < self.timeout:
+        collected = sum(1 + len(request.followers) for request in scheduler.waiting)
+        if collected < scheduler.max_num_seqs and now - oldest < self.timeout:
             return []
         return super().choose(scheduler, now)

@@ -7,7 +7,7 @@ are the same thing in different numbers, and one step mixes them (chunked prefil
 
 * First come, first served; a higher `priority` comes first. A waiting request pushes nobody out.
 * A step computes at most `max_num_batched_tokens` tokens. Each running text that only wants its next token gets it
-  before a long prompt takes the rest.
+  before a long prompt takes the rest, as long as the budget has a token for each.
 * When blocks run out, guesses are given up first; then the request of lowest priority, of these the newest, loses its
   blocks and waits. It keeps its tokens, and is computed again later as if they were a prompt (recomputation).
   The first in order never loses to anyone, so somebody always gets on.
@@ -101,11 +101,8 @@ class Scheduler:
 
     def share_of(self, request: Request, left: int) -> int:
         """How many tokens it may compute. Those behind it that want a single one are thought of."""
-        if request.wants_one:
-            count = min(request.wanted, left)
-        else:
-            behind = self.running[self.running.index(request) + 1 :]
-            count = min(request.wanted, max(1, left - sum(other.wants_one for other in behind)))
+        behind = self.running[self.running.index(request) + 1 :]
+        count = min(request.wanted, max(1, left - sum(other.wants_one for other in behind)))
         known = len(request.tokens) - request.num_computed
         request.draft = request.draft[: max(0, count - known)]  # no budget to verify more
         return count
@@ -127,9 +124,6 @@ class Scheduler:
             if request.num_cached is None:
                 request.num_cached = request.num_computed
             self.met["cache hits"] += bool(found)
-            self.met["full hits"] += (
-                bool(found) and len(request.tokens) == request.num_computed + self.blocks.block_size
-            )
             insort(self.running, request, key=lambda r: r.order)
             left -= self.give(request, min(request.wanted, left), spans)
 
@@ -169,8 +163,9 @@ class Scheduler:
         followers = list(request.followers)
         request.followers.clear()
         for follower in followers:
-            follower.num_cached = request.num_computed
-            if len(self.running) < self.max_num_seqs:
+            first = not self.waiting or follower.order < self.waiting[0].order
+            if first and len(self.running) < self.max_num_seqs:
+                follower.num_cached = request.num_computed
                 follower.num_computed = request.num_computed
                 follower.block_table = request.block_table[: self.blocks.blocks_for(request.num_computed)]
                 for block in follower.block_table:

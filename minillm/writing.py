@@ -61,7 +61,7 @@ class Generation:
 
 
 class Writer:
-    """One text in the making. `tokens`: the prompt and what was generated. `limit`: tokens that the store can hold."""
+    """One text in the making. `tokens`: the prompt and what was generated. `limit`: the longest it may become."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], params: SamplingParams, limit: int):
         own_ends = tokenizer.end_ids if tokenizer and not params.ignore_eos else ()

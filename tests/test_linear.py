@@ -179,3 +179,14 @@ def test_the_packed_form_is_chosen_where_it_is_the_quickest():
     plain, columns = dict.fromkeys(SIZES, 2.0), dict.fromkeys(SIZES, 3.0) | {4: 1.0}
     table = [quickest(rows, plain, columns, dict.fromkeys(SIZES, 1.5)) for rows in range(66)]
     assert table[1] == table[4] == 4 and table[5] == table[64] == table[65] == PACKED
+
+
+def test_no_row_needs_no_weight():
+    assert quickest(0, dict.fromkeys(SIZES, 9.0), dict.fromkeys(SIZES, 1.0), dict.fromkeys(SIZES, 1.0)) == PLAIN
+
+
+@needs_packing
+def test_another_dtype_forgets_what_was_packed_and_measured_for_the_old_one(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
+    model = Transformer(TINY).init_weights(0).prepare(packed=True).to(torch.bfloat16)
+    assert all(m.packed is None and m.choices is None for m in model.modules() if isinstance(m, Linear))

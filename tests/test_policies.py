@@ -176,3 +176,18 @@ def test_the_policy_changes_no_text(policy, pool):
         pass
     for i, sample in enumerate(samples):
         assert sample.generation.tokens == generate(model, None, [1, 2, 3], SamplingParams(seed=i, max_tokens=4)).tokens
+
+
+def test_samples_count_one_by_one_for_the_reservation_and_for_a_full_batch():
+    """16 blocks of 4, 32 tokens for each text: two of them. Four samples of one prompt fill a batch of four places."""
+    s = scheduler(Static(reserve=32), n_blocks=16, max_num_seqs=8)
+    leader, other = request(2, 3), request(2, 3)
+    leader.followers.append(request(2, 3))
+    s.add(leader)
+    s.add(other)
+    assert play(s) == [leader]
+    s = scheduler(Dynamic(timeout=10.0), max_num_seqs=4)
+    leader = request(2, 3)
+    leader.followers.extend(request(2, 3) for _ in range(3))
+    s.add(leader)
+    assert play(s, now=0.0) == [leader]

@@ -32,7 +32,7 @@ RATIOS = ("throughput_vs_transformers_best", "throughput_vs_own_one_by_one")
 def compare_batches(model: Transformer, workload: Requests, progress: bool = True) -> dict[str, object]:
     """Useful tokens per second of everybody, and the ratios; a ratio is null where a side is missing."""
     trace = workload.trace
-    contestants: dict[str, Callable[[Sequence[Arrival]], int]] = {
+    contestants: dict[str, Callable[[Sequence[Arrival]], tuple[int, float]]] = {
         OURS: partial(ours, model, workload.block_size),
         ONE_BY_ONE: partial(one_by_one, model),
     }

@@ -130,7 +130,7 @@ def record(engine: Engine, requests: dict[EngineRequest, int], start: float, end
     scheduler = engine.scheduler
     parts = []
     for span in engine.last_step.spans:
-        decodes = span.start >= len(span.request.writer.prompt)
+        decodes = span.count == 1 and span.start >= len(span.request.writer.prompt)  # else it is read (again)
         parts.append(Part(requests[span.request], "decode" if decodes else "prefill", span.count, span.start))
     held: dict[int, int] = {}
     for request in scheduler.running:
