@@ -174,7 +174,7 @@ def serving(options: argparse.Namespace) -> None:
     Dynamic(options.timeout)  # refuses what is no time
     if options.max_num_seqs < 1:
         raise ValueError(f"--max-num-seqs must be at least 1, not {options.max_num_seqs}")
-    if options.trace:
+    if options.trace is not None:
         read_trace(options.trace, [0])  # a mistake in the file should not wait for the model
     else:
         poisson_trace(options.requests, options.rate, options.seed, [0])
@@ -182,7 +182,7 @@ def serving(options: argparse.Namespace) -> None:
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu", packed=True)
     text = read_workload("story", tokenizer).prompt
-    if options.trace:
+    if options.trace is not None:
         trace = read_trace(options.trace, text)
     else:
         trace = poisson_trace(options.requests, options.rate, options.seed, text)

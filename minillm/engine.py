@@ -17,8 +17,9 @@ Yu et al., "Orca" (2022), section 4; Kwon et al., "PagedAttention" (2023), secti
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -57,6 +58,12 @@ class Engine:
         policy: Policy | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        if not isinstance(model, Transformer):
+            raise ValueError(f"model must be a Transformer, as minillm.load() gives, not {type(model).__name__}")
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise ValueError(f"tokenizer must be a Tokenizer or None, not {type(tokenizer).__name__}")
+        if policy is not None and (isinstance(policy, type) or not hasattr(policy, "may_join")):
+            raise ValueError(f"policy must be an object such as Continuous() or Static(), not {policy!r}")
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         blocks = BlockPool(n_blocks, block_size, sharing)
         self.scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, policy)
@@ -178,6 +185,8 @@ class Engine:
             self.end(request, "abort")
 
     def require_own(self, request: EngineRequest) -> None:
+        if not isinstance(request, EngineRequest):
+            raise ValueError(f"expected a request, not {type(request).__name__}; for a list of them write *requests")
         if request.finish_reason is None and request not in self.requests:
             raise ValueError("this request belongs to another engine")
 
@@ -189,26 +198,32 @@ class Engine:
         requests = requests or tuple(self.requests)
         for request in requests:
             self.require_own(request)
+        return self.pieces_of(requests)
+
+    def pieces_of(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[EngineRequest, Piece]]:
+        """The loop behind the checks of `stream`. Others may run the engine between two pieces."""
         shown: Counter[EngineRequest] = Counter()
         while True:
             for request in requests:
-                for piece in request.pieces[shown[request] :]:
+                while shown[request] < len(request.pieces):
                     shown[request] += 1
-                    yield request, piece
-            if all(request.finish_reason for request in requests):
+                    yield request, request.pieces[shown[request] - 1]
+            if all(r.finish_reason and shown[r] == len(r.pieces) for r in requests):
                 return
-            self.step()
-            if not self.last_step.spans:
-                time.sleep(1e-3)  # a policy waits for more requests
+            if all(shown[r] == len(r.pieces) for r in requests):
+                self.step()
+                if not self.last_step.spans:
+                    time.sleep(1e-3)  # a policy waits for more requests
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Generation]:
         """All texts, in the order of their prompts. params: the same for all, or one for each.
 
-        Nothing is run unless every prompt is sound.
+        Nothing is run unless every prompt is sound. A text for which no token can be chosen on the way ends with the
+        finish reason "error", and a warning that says why; the others go on.
         """
-        if isinstance(prompts, (str, bytes)):
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
             raise ValueError("prompts is a list of prompts; for a single one give [prompt]")
         prompts = list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -227,4 +242,7 @@ class Engine:
             for request in requests:
                 self.abort(request)
             raise
+        for number, request in enumerate(requests):
+            if request.error is not None:
+                warnings.warn(f"prompt {number} ended early: {request.error}", stacklevel=2)
         return [request.generation for request in requests]

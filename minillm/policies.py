@@ -7,12 +7,13 @@ shows what waiting costs, and nothing else.)
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from minillm.request import Request
     from minillm.scheduler import Scheduler
+
+MOST_SECONDS = 3600
 
 
 class Policy(Protocol):
@@ -67,8 +68,8 @@ class Dynamic(Static):
     """
 
     def __init__(self, timeout: float, reserve: int = 0):
-        if not (math.isfinite(timeout) and timeout >= 0):
-            raise ValueError(f"timeout must be 0 or more seconds, not {timeout!r}")
+        if not 0 <= timeout <= MOST_SECONDS:
+            raise ValueError(f"timeout must be from 0 to {MOST_SECONDS} seconds, not {timeout!r}")
         super().__init__(reserve)
         self.timeout = timeout
 

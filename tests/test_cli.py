@@ -713,7 +713,7 @@ def test_bench_serving_draws_a_trace_from_its_seed(tiny_workload, capsys):
         (["--requests", "0"], "at least one request"),
         (["--rate", "0"], "a rate above 0"),
         (["--rate", "nan"], "a rate above 0"),
-        (["--timeout", "-1"], "timeout must be 0 or more"),
+        (["--timeout", "-1"], "timeout must be from 0 to 3600"),
         (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
         (["--slo-ttft", "0"], "targets must be above 0"),
         (["--trace", "missing.jsonl"], "missing.jsonl"),

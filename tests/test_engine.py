@@ -27,6 +27,7 @@ from minillm.generation import generate
 from minillm.lab.tiny import tiny_model
 from minillm.model import NoCache, Transformer
 from minillm.paged_kv import PagedKV, PagedView
+from minillm.policies import Static
 from minillm.request import Span
 from minillm.sampling import SamplingParams
 from minillm.scheduler import Scheduler
@@ -1018,3 +1019,49 @@ def test_the_soak_rejects_an_engine_that_keeps_what_was_given_up(monkeypatch):
     monkeypatch.setattr(Scheduler, "give_back", give_back)
     with pytest.raises((AssertionError, ValueError)):
         soak(200)
+
+
+def test_two_streams_and_a_generate_in_turn_give_every_piece():
+    """Whoever runs the engine between two pieces of a stream takes none of them away."""
+    engine = small()
+    a, b = engine.add(*WORKLOAD[0]), engine.add(*WORKLOAD[1])
+    seen = {a: [], b: []}
+    streams = [engine.stream(a), engine.stream(b)]
+    while streams:
+        for one in list(streams):
+            piece = next(one, None)
+            if piece is None:
+                streams.remove(one)
+            else:
+                seen[piece[0]].append(piece[1])
+    assert seen == {a: a.pieces, b: b.pieces} and [a.generation.tokens, b.generation.tokens] == SOLO[:2]
+    c, pieces = engine.add(*WORKLOAD[2]), []
+    for _, piece in engine.stream(c):
+        pieces.append(piece)
+        engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=40))
+    assert pieces == c.pieces and c.generation.tokens == SOLO[2]
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda: Engine("model"), "model must be a Transformer"),
+        (lambda: Engine(MODEL, "tokenizer"), "tokenizer must be a Tokenizer or None"),
+        (lambda: Engine(MODEL, policy="static"), "policy must be an object such as"),
+        (lambda: Engine(MODEL, policy=Static), "policy must be an object such as"),
+        (lambda: small().stream([1]), r"expected a request, not list; .* write \*requests"),
+        (lambda: small().abort("r"), "expected a request, not str"),
+        (lambda: small().generate(None), "prompts is a list of prompts"),
+    ],
+)
+def test_what_an_engine_cannot_work_with_is_refused_at_the_call(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_generate_warns_of_a_text_that_could_not_go_on():
+    every = tuple(range(MODEL.config.vocab_size))
+    barred = SamplingParams(temperature=0, max_tokens=5, min_tokens=5, stop_ids=every)
+    with pytest.warns(UserWarning, match="prompt 1 ended early: .* every token is barred"):
+        done = small().generate([WORKLOAD[0][0], [1, 2]], [WORKLOAD[0][1], barred])
+    assert done[0].tokens == SOLO[0] and (done[1].tokens, done[1].finish_reason) == ([], "error")

@@ -154,7 +154,7 @@ def test_a_reserve_that_is_no_number_of_tokens_is_refused(reserve):
 
 @pytest.mark.parametrize("timeout", [-0.1, float("nan"), float("inf")])
 def test_a_timeout_that_never_ends_or_lies_in_the_past_is_refused(timeout):
-    with pytest.raises(ValueError, match="timeout must be 0 or more seconds"):
+    with pytest.raises(ValueError, match="timeout must be from 0 to 3600 seconds"):
         Dynamic(timeout)
 
 

@@ -5,6 +5,7 @@ Goodput counts only requests that met both targets: a policy can have more token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -38,8 +39,8 @@ class PolicyRow:
 
     policy: str
     tokens_per_s: float
-    ttft_ms: dict[str, float]
-    tpot_ms: dict[str, float]
+    ttft_ms: dict[str, float | None]
+    tpot_ms: dict[str, float | None]
     goodput: float
     utilisation: float
     preemptions: int
@@ -78,8 +79,10 @@ def policy_row(name: str, done: Replay, target: Target) -> PolicyRow:
     )
 
 
-def in_milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    return {f"p{q}": 1e3 * percentile(seconds, q) for q in PERCENTILES}
+def in_milliseconds(seconds: Sequence[float]) -> dict[str, float | None]:
+    """None where no request has such a time: a text of one token has no gaps."""
+    found = {f"p{q}": 1e3 * percentile(seconds, q) for q in PERCENTILES}
+    return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
 def policy_table(rows: Sequence[PolicyRow], style: str = "simple") -> str:
@@ -89,8 +92,7 @@ def policy_table(rows: Sequence[PolicyRow], style: str = "simple") -> str:
         [
             row.policy,
             f"{row.tokens_per_s:.1f}",
-            *(f"{value:.0f}" for value in row.ttft_ms.values()),
-            *(f"{value:.0f}" for value in row.tpot_ms.values()),
+            *("-" if ms is None else f"{ms:.0f}" for ms in (*row.ttft_ms.values(), *row.tpot_ms.values())),
             f"{row.goodput:.2f}",
             f"{row.utilisation:.0%}",
             row.preemptions,

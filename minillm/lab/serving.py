@@ -22,6 +22,9 @@ from minillm.engine import Engine, EngineRequest
 from minillm.lab.metrics import RequestTimes
 from minillm.sampling import SamplingParams
 
+STRIDE = 37  # tokens between the places where two prompts are cut: no two begin alike
+MOST_SECONDS, MOST_TOKENS = 86400, 10**6  # a day; more than any context
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -158,8 +161,10 @@ def poisson_trace(
 
     prompt, output: (median, sigma, most) of their log-normal lengths.
     """
-    if n < 1 or not rate > 0:
-        raise ValueError(f"a trace needs at least one request and a rate above 0, not {n} and {rate}")
+    if n < 1 or not rate > 0 or n / rate > MOST_SECONDS:
+        raise ValueError(
+            f"a trace needs at least one request, a rate above 0, and at most {MOST_SECONDS} s, not {n} and {rate}"
+        )
     random_numbers = random.Random(seed)
 
     def length(median: float, sigma: float, most: int) -> int:
@@ -179,22 +184,28 @@ def read_trace(path: str | Path, text: Sequence[int]) -> list[Arrival]:
     Prompts that give only their length are cut from `text`, each at another place.
     """
     trace = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
-            at, most = float(raw["at"]), raw["max_tokens"]
-            ids = raw.get("prompt")
+            at, most, ids = raw["at"], raw["max_tokens"], raw.get("prompt")
             if ids is None:
-                ids = cut(text, 37 * number, raw["prompt_tokens"])
+                length = raw["prompt_tokens"]
+                if type(length) is not int or not 1 <= length <= MOST_TOKENS:
+                    raise ValueError
+                ids = cut(text, STRIDE * number, length)
             whole = ids and all(type(n) is int for n in (most, *ids))  # so neither True nor a string
-            if not (math.isfinite(at) and at >= 0 and whole and most >= 1):
+            if type(at) not in (int, float) or not (0 <= at <= MOST_SECONDS and whole and most >= 1):
                 raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(
-                f'{path}, line {number}: expected {{"at": seconds, "prompt_tokens": n, "max_tokens": n}} with numbers '
-                f"of at least 0, 1 and 1, not {line[:80]}"
+                f'{path}, line {number}: expected {{"at": seconds, "prompt_tokens": n, "max_tokens": n}} with at from '
+                f'0 to {MOST_SECONDS}, n from 1 to {MOST_TOKENS}, or "prompt": [ids], not {line[:80]}'
             ) from None
         trace.append(Arrival(at, ids, most))
     if not trace:

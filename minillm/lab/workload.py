@@ -6,11 +6,9 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-from minillm.lab.serving import Arrival, cut
+from minillm.lab.serving import STRIDE, Arrival, cut
 from minillm.sampling import SamplingParams
 from minillm.tokenizer import Tokenizer
-
-STRIDE = 37  # tokens between the places where two prompts are cut: no two begin alike
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def test_the_seed_decides_a_poisson_trace():
 
 @pytest.mark.parametrize(("n", "rate"), [(0, 1.0), (-1, 1.0), (3, 0.0), (3, -2.0), (3, math.nan)])
 def test_a_poisson_trace_needs_requests_and_a_rate(n, rate):
-    with pytest.raises(ValueError, match="at least one request and a rate above 0"):
+    with pytest.raises(ValueError, match="at least one request, a rate above 0"):
         poisson_trace(n, rate, 0, TEXT)
 
 

@@ -104,6 +104,13 @@ def tight_budgets(fn):
 
 
 @plan
+def several_prompts(fn):
+    """two running prompts: the first in order is read first, however long"""
+    for prompts in ([(20, 8), (10, 5)], [(10, 5), (20, 8)], [(9, 2), (30, 8), (6, 1)]):
+        check_plan(fn, *running_and_waiting(prompts, []), budget=13, seqs=4)
+
+
+@plan
 def no_place(fn):
     """when all places are taken nobody joins, however large the budget"""
     check_plan(fn, *running_and_waiting([(5, 4), (9, 3)], [6, 1]), budget=100, seqs=2)
