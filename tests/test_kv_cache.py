@@ -324,7 +324,7 @@ def test_the_property_rejects_a_planted_mistake(name, monkeypatch):
     model = random_model()
     MUTANTS[name](monkeypatch, model)
     with pytest.raises(AssertionError, match="are off by"):
-        check(model, examples=100, phases=(Phase.generate,))
+        check(model, examples=1000, phases=(Phase.generate,))
 
 
 @pytest.mark.parametrize("slot", range(6))
