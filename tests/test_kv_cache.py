@@ -91,7 +91,6 @@ def check(model: Transformer, examples: int, phases=(Phase.generate, Phase.shrin
         max_examples=examples,
         deadline=None,
         derandomize=True,
-        report_multiple_bugs=False,
         database=None,
         phases=phases,
         suppress_health_check=list(HealthCheck),
