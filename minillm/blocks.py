@@ -19,6 +19,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 
+def require_counts(**counts: int) -> None:
+    """ValueError with the argument's name unless each is a whole number of at least 1."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
 class Prefix:
     """The tokens of a text up to the end of a full block, as a chain: this block's tokens, after `parent`'s.
 
@@ -47,9 +54,7 @@ class BlockPool:
     """`n_blocks` blocks, each free, cached (no owner, content still good), or owned by `references[block]` tables."""
 
     def __init__(self, n_blocks: int, block_size: int, sharing: bool = True):
-        for name, value in (("n_blocks", n_blocks), ("block_size", block_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        require_counts(n_blocks=n_blocks, block_size=block_size)
         self.n_blocks, self.block_size, self.sharing = n_blocks, block_size, sharing
         self.references = [0] * n_blocks
         self.free = list(reversed(range(n_blocks)))  # a stack: what was just freed is used again first
@@ -106,8 +111,8 @@ class BlockPool:
         """
         found: list[int] = []
         prefix = None
-        for end in range(self.block_size, len(tokens), self.block_size):
-            prefix = Prefix(prefix, tuple(tokens[end - self.block_size : end]))
+        for i in range((len(tokens) - 1) // self.block_size):
+            prefix = self.extended(prefix, tokens, i)
             block = self.block_of.get(prefix)
             if block is None:
                 break
@@ -125,7 +130,7 @@ class BlockPool:
         first = start // self.block_size
         prefix = self.prefix_before(tokens, block_table, first)
         for i in range(first, end // self.block_size):
-            prefix = Prefix(prefix, tuple(tokens[i * self.block_size : (i + 1) * self.block_size]))
+            prefix = self.extended(prefix, tokens, i)
             if prefix not in self.block_of:
                 self.block_of[prefix] = block_table[i]
                 self.prefix_of[block_table[i]] = prefix
@@ -136,8 +141,12 @@ class BlockPool:
             return self.prefix_of[block_table[index - 1]]
         prefix = None
         for i in range(index):
-            prefix = Prefix(prefix, tuple(tokens[i * self.block_size : (i + 1) * self.block_size]))
+            prefix = self.extended(prefix, tokens, i)
         return prefix
+
+    def extended(self, prefix: Prefix | None, tokens: Sequence[int], index: int) -> Prefix:
+        """The prefix with the tokens of block `index` behind it."""
+        return Prefix(prefix, tuple(tokens[index * self.block_size : (index + 1) * self.block_size]))
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Every block is in exactly one place, and each reference is one table's. Raises AssertionError."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minillm.blocks import BlockPool
+from minillm.blocks import BlockPool, require_counts
 from minillm.engine_request import EngineRequest
 from minillm.generation import prompt_ids, require_params
 from minillm.model import Transformer
@@ -96,8 +96,7 @@ class Engine:
         self, prompt: str | Sequence[int], n: int, params: SamplingParams | None = None, priority: int = 0
     ) -> list[EngineRequest]:
         """n texts from one prompt, computed and kept once for all that find a place. Sample i has the seed + i."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"n must be a whole number of at least 1, not {n!r}")
+        require_counts(n=n)
         requests = [self.make_request(prompt, params, priority, i) for i in range(n)]
         self.submit(requests)
         return requests

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minillm.attention import attention
 from minillm.block_attention import BlockAttention
+from minillm.blocks import require_counts
 from minillm.config import ModelConfig
 from minillm.request import Span, Step
 
@@ -37,9 +38,7 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
     ):
-        for name, value in (("n_blocks", n_blocks), ("block_size", block_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        require_counts(n_blocks=n_blocks, block_size=block_size)
         shape = (config.n_layers, n_blocks, config.n_kv_heads, block_size, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
@@ -76,7 +75,8 @@ class PagedView:
         self.counts = [span.count for span in spans]
         self.lengths = [span.end for span in spans]
         size, device = pool.block_size, pool.k.device
-        self.tables = [torch.tensor(s.block_table[: -(-s.end // size)], device=device) for s in spans]
+        tables = [span.block_table[: -(-span.end // size)] for span in spans]
+        self.tables = [torch.tensor(table, device=device) for table in tables]
         positions = [torch.arange(s.start, s.end, device=device) for s in spans]
         blocks = [table[p // size] for table, p in zip(self.tables, positions, strict=True)]
         self.blocks, self.rows = torch.cat(blocks), torch.cat(positions) % size  # where each new token goes
@@ -84,8 +84,8 @@ class PagedView:
         single = [i for i, count in enumerate(self.counts) if count == 1]
         self.decode = None
         if single:
-            tables = [spans[i].block_table[: -(-self.lengths[i] // size)] for i in single]
-            self.decode = BlockAttention(tables, [self.lengths[i] for i in single], like=pool.k[0])
+            lengths = [self.lengths[i] for i in single]
+            self.decode = BlockAttention([tables[i] for i in single], lengths, like=pool.k[0])
             offsets = torch.tensor(self.counts).cumsum(0) - 1
             self.decode_rows = offsets[single].to(device)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, deque
 
-from minillm.blocks import BlockPool
+from minillm.blocks import BlockPool, require_counts
 from minillm.policies import Continuous, Policy
 from minillm.request import Request, Span, Step
 
@@ -36,9 +36,7 @@ class Scheduler:
         max_num_batched_tokens: int = 256,
         policy: Policy | None = None,
     ):
-        for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        require_counts(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         self.blocks, self.policy = blocks, policy or Continuous()
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Request] = []  # both lists are in the order of service
