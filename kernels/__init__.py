@@ -1,1 +1,17 @@
-"""Triton kernels, one a file, each beside its plain PyTorch reference. They arrive with stage 4 (FlashAttention)."""
+"""Triton kernels, one a file, each beside its plain PyTorch reference.
+
+    checks.py            what every wrapper asks of its tensors
+    rmsnorm.py           the warm-up: one row, one program
+    online_softmax.py    the walk over tiles of keys that both attention kernels share
+    flash_attention.py   prefill: many query rows
+    paged_attention.py   decode: few query rows, the past split among programs
+    store_kv.py          new keys and values into their slots
+    aot.py               what the compiler makes of them, without a GPU
+    bench.py             how fast they are, with one
+
+They import nothing from `minillm`. Without a GPU they run in Triton's interpreter: set TRITON_INTERPRET=1 before the
+start. The interpreter runs one program after the other, so it cannot show a race between two of them.
+
+Hugging Face publishes a package of the same name. If that one is imported instead, its folder comes first on Python's
+path: uninstall it, or install this project after it.
+"""

@@ -1,0 +1,235 @@
+"""Compile every kernel for GPUs that are not here, and read what the compiler made of it: `python -m kernels.aot`.
+
+The interpreter shows that a kernel computes the right numbers. It accepts what a compiler refuses, and knows nothing of
+registers. This needs no GPU either: Triton's compilers and NVIDIA's assembler come with the package. The table says for
+each kernel, model and target: registers of a thread, what was spilled from them into memory, shared memory, matrix
+instructions (mma, wgmma, mfma: the tensor cores), and the widest load from global memory. A kernel that does not
+compile, spills, loads in narrow pieces, or should use the tensor cores and does not, ends in status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: an interpreted kernel cannot be compiled
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # a * b + c in one instruction, as on every GPU so far
+
+import torch
+import triton
+from tabulate import tabulate
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from kernels import flash_attention, paged_attention, rmsnorm, store_kv
+from kernels.online_softmax import padded, precision
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),  # A100
+    "sm_90": GPUTarget("cuda", 90, 32),  # H100, H200
+    "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
+}
+INTEGERS = ("tables_ptr", "cu_seqlens_ptr", "lengths_ptr", "slots_ptr")
+FLOATS = ("scale", "eps")
+SCRATCH = ("acc_ptr", "top_ptr", "total_ptr")
+BLOCK_SIZE = 16
+WIDE = 16  # bytes that a thread can load at once
+VERIFIED = 5  # query rows a request, when four guesses are verified
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes that kernels are compiled for."""
+
+    name: str
+    d_model: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+
+
+MODELS = (
+    Model("SmolLM2-135M", 576, 9, 3, 64),
+    Model("Llama-2-7B", 4096, 32, 32, 128),
+    Model("Llama-3-70B", 8192, 64, 8, 128),
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A kernel to compile in 16 bits, as its wrapper would. scratch: its pointers to float32. wide: bytes of a load."""
+
+    name: str
+    kernel: triton.JITFunction
+    constants: dict[str, object]
+    options: dict[str, int]
+    scratch: tuple[str, ...] = ()
+    tensor_cores: bool = False
+    wide: int = WIDE
+
+    def source(self) -> ASTSource:
+        """Types for all arguments. Addresses, strides and n_columns are multiples of 16, as in these models."""
+        signature, attributes = {}, {}
+        for i, argument in enumerate(self.kernel.arg_names):
+            if argument in self.constants:
+                signature[argument] = "constexpr"
+            elif argument.endswith("_ptr"):
+                signature[argument] = "*" + self.pointee(argument)
+            else:
+                signature[argument] = "fp32" if argument in FLOATS else "i32"
+            if argument.endswith("_ptr") or argument.startswith("stride") or argument == "n_columns":
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
+
+    def pointee(self, argument: str) -> str:
+        if argument in INTEGERS:
+            return "i32"
+        return "fp32" if argument in self.scratch else "bf16"
+
+
+def specs(model: Model, target: str) -> Iterator[Spec]:
+    """Every kernel, with the constants and options that its wrapper would choose for this model."""
+    block = triton.next_power_of_2(model.d_model)
+    for residual in (False, True):
+        name = "rmsnorm, residual" if residual else "rmsnorm"
+        constants = {"HAS_RESIDUAL": residual, "BLOCK": block}
+        yield Spec(name, rmsnorm.rmsnorm_kernel, constants, {"num_warps": rmsnorm.warps(block, target)})
+
+    heads = {"HEAD_DIM": model.head_dim, "BLOCK_D": padded(model.head_dim)}
+    groups = triton.next_power_of_2(model.n_kv_heads)
+    block, constants = groups * heads["BLOCK_D"], heads | {"BLOCK_SIZE": BLOCK_SIZE, "BLOCK_G": groups}
+    options = {"num_warps": store_kv.warps(block)}
+    wide = min(WIDE, 2 * block // TARGETS[target].warp_size)  # three heads of 64 leave an AMD thread 8 bytes to load
+    yield Spec("store_kv", store_kv.store_kv_kernel, constants, options, wide=wide)
+
+    attention = heads | {"BLOCK_SIZE": BLOCK_SIZE, "PRECISION": precision(torch.bfloat16)}
+    tiles = flash_attention.tiles(model.head_dim, torch.bfloat16, target)
+    yield Spec(
+        f"flash_attention {tiles.rows}x{tiles.columns}",
+        flash_attention.flash_attention_kernel,
+        attention | {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.columns},
+        {"num_warps": tiles.warps, "num_stages": tiles.stages},
+        tensor_cores=True,
+    )
+    for n_queries in (1, VERIFIED):
+        rows = paged_attention.padded_rows(n_queries, model.n_heads // model.n_kv_heads)
+        constants = attention | {"ROWS": rows, "BLOCK_N": paged_attention.BLOCK_N}
+        name = f"paged_attention, {n_queries} row{'s' * (n_queries > 1)}"
+        yield Spec(name, paged_attention.split_kernel, constants, paged_attention.SPLIT_OPTIONS, SCRATCH, True)
+    constants = heads | {"ROWS": rows, "SPLITS": paged_attention.MAX_SPLITS}
+    yield Spec(
+        "paged_attention, merge", paged_attention.merge_kernel, constants, paged_attention.MERGE_OPTIONS, SCRATCH
+    )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the compiler made of a kernel. spills: bytes of a thread's stack on CUDA, registers on AMD."""
+
+    registers: int
+    spills: int
+    shared: int  # bytes of a program
+    matrix: str
+    widest_load: int  # bytes
+
+    def faults(self, spec: Spec) -> list[str]:
+        faults = [f"spills {self.spills}"] if self.spills else []
+        if spec.tensor_cores and not self.matrix:
+            faults.append("no tensor cores")
+        if self.widest_load < spec.wide:
+            faults.append(f"loads of at most {self.widest_load} bytes")
+        return faults
+
+
+def examine(spec: Spec, target: str) -> Finding:
+    """Compile for a target, and read the result. Raises whatever the compiler raises."""
+    compiled = triton.compile(spec.source(), target=TARGETS[target], options=spec.options)
+    return read_cuda(compiled) if "cubin" in compiled.asm else read_amd(compiled)
+
+
+def read_cuda(compiled: CompiledKernel) -> Finding:
+    """Registers and stack from the binary, by NVIDIA's own tool; instructions from PTX, the assembler's input."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    ptx = compiled.asm["ptx"]
+    found = {"wgmma": ptx.count("wgmma.mma_async"), "mma": len(re.findall(r"\bmma\.sync", ptx))}
+    loads = [int(n, 16) for n in re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, 0x([0-9a-f]+)", ptx)]
+    loads += [int(n or 1) * int(bits) // 8 for n, bits in re.findall(r"ld\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", ptx)]
+    return Finding(
+        registers=number(r"REG:(\d+)", usage),
+        spills=number(r"STACK:(\d+)", usage) + number(r"LOCAL:(\d+)", usage),
+        shared=compiled.metadata.shared,
+        matrix=", ".join(f"{n} {name}" for name, n in found.items() if n),
+        widest_load=max(loads),
+    )
+
+
+def read_amd(compiled: CompiledKernel) -> Finding:
+    """All of it stands in the assembly text and its notes."""
+    assembly = compiled.asm["amdgcn"]
+    words = {"ubyte": 1, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+    loads = re.findall(r"(?:global|buffer)_load_(?:lds_)?(\w+)", assembly)
+    n_mfma = assembly.count("v_mfma")
+    return Finding(
+        registers=number(r"\.vgpr_count:\s+(\d+)", assembly),
+        spills=number(r"\.vgpr_spill_count:\s+(\d+)", assembly) + number(r"\.sgpr_spill_count:\s+(\d+)", assembly),
+        shared=compiled.metadata.shared,
+        matrix=f"{n_mfma} mfma" if n_mfma else "",
+        widest_load=max(words[load] for load in loads if load in words),
+    )
+
+
+def number(pattern: str, text: str) -> int:
+    """What the compiler's own account says. A pattern that is not there is an error, not a zero."""
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"{pattern!r} is not in the compiler's output: this Triton writes it in another way")
+    return int(found.group(1))
+
+
+def report(models: list[Model], targets: list[str]) -> tuple[list[list[object]], int]:
+    """A row for each kernel, model and target, and how many of them are at fault."""
+    rows, n_faults = [], 0
+    for target in targets:
+        for model in models:
+            for spec in specs(model, target):
+                try:
+                    finding = examine(spec, target)
+                    faults = finding.faults(spec)
+                    values = [finding.registers, finding.spills, finding.shared, finding.matrix, finding.widest_load]
+                except Exception as error:  # whatever a compiler raises is the finding
+                    values, faults = [""] * 5, [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+                n_faults += bool(faults)
+                rows.append([spec.name, model.name, target, *values, "; ".join(faults) or "ok"])
+    return rows, n_faults
+
+
+HEADERS = ("kernel", "model", "target", "registers", "spills", "shared B", "tensor cores", "widest load B", "verdict")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__.splitlines()[0])
+    names = [model.name for model in MODELS]
+    parser.add_argument("--target", choices=TARGETS, action="append", help="only this GPU (may be repeated)")
+    parser.add_argument("--model", choices=names, action="append", help="only this model's sizes (may be repeated)")
+    options = parser.parse_args(arguments)
+    models = [model for model in MODELS if model.name in (options.model or names)]
+    rows, n_faults = report(models, options.target or list(TARGETS))
+    print(tabulate(rows, HEADERS, tablefmt="github"))
+    print(f"\nTriton {triton.__version__}, bfloat16, blocks of {BLOCK_SIZE}. {len(rows) - n_faults} of {len(rows)} ok.")
+    return 1 if n_faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What every wrapper asks of its tensors before a kernel runs.
+
+A kernel sees addresses only: on a GPU a wrong shape is no error but a wrong number, or somebody else's memory.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 128  # the largest that is compiled and looked at (aot.py)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton itself decides, when it is imported
+
+
+def require_tensor(name: str, x: Tensor, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:
+    """Shape (None: any size), rows in one piece, and dtype and device as `like`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+    if x.ndim != len(shape) or any(size not in (None, actual) for size, actual in zip(shape, x.shape, strict=True)):
+        raise ValueError(f"{name} must have the shape {wanted}, not {list(x.shape)}")
+    if x.numel() and x.stride(-1) != 1:
+        raise ValueError(f"{name} must have its last dimension in one piece, not with stride {x.stride(-1)}")
+    if like is not None and (x.dtype != like.dtype or x.device != like.device):
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, and must be {like.dtype} on {like.device} as the others")
+
+
+def require_floats(name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, not {x.dtype}")
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        raise ValueError(f"{name} is bfloat16, which Triton's interpreter computes wrongly; use float32 or float16")
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"{name} is on {x.device}: a Triton kernel needs a GPU, or TRITON_INTERPRET=1 before the start"
+        )
+
+
+def require_whole(name: str, x: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
+    """Indices and lengths: int32, on the device of `like`."""
+    require_tensor(name, x, shape)
+    if x.dtype != torch.int32 or x.device != like.device:
+        raise ValueError(f"{name} must be int32 on {like.device}, not {x.dtype} on {x.device}")
+
+
+def require_cache(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, lengths: Tensor) -> None:
+    """Queries [..., n_heads, head_dim]; a pool [n_blocks, n_kv_heads, block_size, head_dim]; its tables and lengths.
+
+    What the tables and lengths say is the caller's word: to look would make the CPU wait for the GPU at every call.
+    """
+    require_floats("q", q)
+    n_heads, head_dim = q.shape[-2:]
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim may be at most {MAX_HEAD_DIM}, not {head_dim}")
+    require_pool(keys, values, (None, None, None, head_dim), like=q)
+    if not keys.shape[1] or n_heads % keys.shape[1]:
+        raise ValueError(f"{n_heads} query heads cannot share {keys.shape[1]} key heads evenly")
+    require_whole("lengths", lengths, (None,), like=q)
+    require_whole("block_tables", block_tables, (len(lengths), None), like=q)
+
+
+def require_pool(keys: Tensor, values: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
+    """One set of offsets serves both, so they must lie alike."""
+    require_tensor("keys", keys, shape, like)
+    require_tensor("values", values, tuple(keys.shape), like)
+    if keys.stride() != values.stride():
+        raise ValueError(f"keys and values must lie alike, not with the strides {keys.stride()} and {values.stride()}")
+
+
+def target(device: torch.device) -> str:
+    """The kind of GPU as the compiler names it: "sm_90", "gfx942"; "cpu" in the interpreter."""
+    if device.type != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    return properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
