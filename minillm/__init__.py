@@ -20,6 +20,7 @@ _HOME = {
     "KVStore": "model",
     "NoCache": "model",
     "ContiguousKV": "kv_cache",
+    "flash_attention": "kernel_attention",
     "SamplingParams": "sampling",
     "sample": "sampling",
     "BlockPool": "blocks",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.attention import attention
+from minillm.attention import AttentionFunction, attention
 from minillm.config import ModelConfig
 
 
@@ -20,7 +20,8 @@ class ContiguousKV:
     """The past of one sequence: k and v, each [n_layers, n_kv_heads, capacity, head_dim], the first `length` valid.
 
     `attend` writes new rows behind the past; they become past by `commit`, and are overwritten if they do not.
-    The room for `capacity` tokens is reserved from the start, used or not.
+    The room for `capacity` tokens is reserved from the start, used or not. attention: by which function; all give the
+    same (attention.py, kernel_attention.py).
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ContiguousKV:
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        attention: AttentionFunction = attention,
     ):
         if capacity < 1:
             raise ValueError(f"a cache needs room for at least one token, not {capacity}")
@@ -36,6 +38,7 @@ class ContiguousKV:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
+        self.attention = attention
 
     @property
     def capacity(self) -> int:
@@ -58,7 +61,7 @@ class ContiguousKV:
             raise ValueError(f"the cache has room for {self.capacity} tokens, and {end} were to be kept")
         self.k[layer, :, self.length : end] = k.transpose(0, 1)
         self.v[layer, :, self.length : end] = v.transpose(0, 1)
-        return attention(q, self.k[layer, :, :end].transpose(0, 1), self.v[layer, :, :end].transpose(0, 1))
+        return self.attention(q, self.k[layer, :, :end].transpose(0, 1), self.v[layer, :, :end].transpose(0, 1))
 
     def commit(self, n: int) -> None:
         """Make the first n of the rows written last part of the past."""
@@ -76,6 +79,7 @@ class ContiguousKV:
         """An independent copy of the past, with the same room."""
         copy = object.__new__(ContiguousKV)
         copy.k, copy.v, copy.length = torch.empty_like(self.k), torch.empty_like(self.v), self.length
+        copy.attention = self.attention
         copy.k[:, :, : self.length] = self.k[:, :, : self.length]
         copy.v[:, :, : self.length] = self.v[:, :, : self.length]
         return copy

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minillm.attention import attention
+from minillm.attention import AttentionFunction, attention
 from minillm.config import ModelConfig, RopeScaling
 from minillm.linear import Linear, choose_products
 
@@ -58,21 +58,23 @@ class SequenceStore(KVStore, Protocol):
 class NoCache:
     """The store that keeps nothing: all tokens of every sequence go in at every step. Differentiable.
 
-    `lengths` cuts the flat list of tokens into sequences; without it there is one.
+    `lengths` cuts the flat list of tokens into sequences; without it there is one. attention: by which function
+    (attention.py).
     """
 
     length = 0  # nothing is ever past
 
-    def __init__(self, lengths: Sequence[int] | None = None):
+    def __init__(self, lengths: Sequence[int] | None = None, attention: AttentionFunction = attention):
         self.lengths = None if lengths is None else list(lengths)
+        self.attention = attention
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.lengths is None:
-            return attention(q, k, v)
+            return self.attention(q, k, v)
         if sum(self.lengths) != len(q):
             raise ValueError(f"lengths {self.lengths} add up to {sum(self.lengths)}, but {len(q)} tokens were given")
         sequences = zip(q.split(self.lengths), k.split(self.lengths), v.split(self.lengths), strict=True)
-        return torch.cat([attention(*sequence) for sequence in sequences])
+        return torch.cat([self.attention(*sequence) for sequence in sequences])
 
     def commit(self, n: int) -> None:
         """Nothing to keep."""

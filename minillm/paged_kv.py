@@ -7,7 +7,8 @@ follow the table. The pool owns no lengths and no tables: the requests do (block
 
 What is read and written for each layer: a new token writes one row of K and V. A single query row reads every row of
 its blocks once, in place where the blocks lie close together, and else from a copy (block_attention.py); a longer span
-gathers them first, so its past is read, written and read again.
+gathers them first, so its past is read, written and read again. On a GPU the Triton kernels do both in place
+(kernel_attention.py).
 
 Kwon et al., "PagedAttention" (2023), section 4.1.
 """
@@ -24,6 +25,8 @@ from minillm.attention import attention
 from minillm.block_attention import BlockAttention
 from minillm.blocks import require_counts
 from minillm.config import ModelConfig
+from minillm.kernel_attention import KernelView, kernels_serve
+from minillm.model import KVStore
 from minillm.request import Span, Step
 
 
@@ -39,6 +42,7 @@ class PagedKV:
         device: str | torch.device = "cpu",
     ):
         require_counts(n_blocks=n_blocks, block_size=block_size)
+        self.heads_per_group = config.n_heads // config.n_kv_heads
         shape = (config.n_layers, n_blocks, config.n_kv_heads, block_size, config.head_dim)
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
@@ -61,10 +65,11 @@ class PagedKV:
             self.k[:, target] = self.k[:, source]
             self.v[:, target] = self.v[:, source]
 
-    def view(self, step: Step) -> PagedView:
+    def view(self, step: Step) -> KVStore:
         """The store of one step, after the step's copies."""
         self.copy(step.copies)
-        return PagedView(self, step.spans)
+        view = KernelView if kernels_serve(self.k) else PagedView
+        return view(self, step.spans)
 
 
 class PagedView:

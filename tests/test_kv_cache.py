@@ -18,8 +18,7 @@ from einops import repeat
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from minillm import kv_cache
-from minillm.attention import causal_mask
+from minillm.attention import attention, causal_mask
 from minillm.kv_cache import ContiguousKV
 from minillm.model import NoCache, Rope, Transformer, rotate
 
@@ -120,6 +119,12 @@ def test_every_row_equals_the_naive_pass(name):
 # --- The stored mutants. Each takes monkeypatch and the model, and plants one mistake in the real code. ---
 
 
+def attend_by(patch, attention):
+    """Every cache that is made from now on attends by this function."""
+    make = ContiguousKV.__init__
+    patch.setattr(ContiguousKV, "__init__", lambda self, *args: make(self, *args, attention=attention))
+
+
 def attention_with(mask=causal_mask, heads="s g d -> s (g r) d"):
     """The reference attention with a wrong mask or a wrong map of heads, for the cached path only."""
 
@@ -136,25 +141,25 @@ def mask_too_wide(patch, model):
     def mask(t, s):
         return torch.ones(t, s, dtype=torch.bool).tril(s - t + 1)
 
-    patch.setattr(kv_cache, "attention", attention_with(mask=mask))
+    attend_by(patch, attention_with(mask=mask))
 
 
 def mask_too_narrow(patch, model):
     def mask(t, s):
         return torch.ones(t, s, dtype=torch.bool).tril(max(s - t - 1, 0))  # the first row of all keeps itself
 
-    patch.setattr(kv_cache, "attention", attention_with(mask=mask))
+    attend_by(patch, attention_with(mask=mask))
 
 
 def mask_upper_left(patch, model):
     def mask(t, s):
         return torch.ones(t, s, dtype=torch.bool).tril(0 if t > 1 else s - 1)  # right for one row, and without a past
 
-    patch.setattr(kv_cache, "attention", attention_with(mask=mask))
+    attend_by(patch, attention_with(mask=mask))
 
 
 def heads_interleaved(patch, model):
-    patch.setattr(kv_cache, "attention", attention_with(heads="s g d -> s (r g) d"))
+    attend_by(patch, attention_with(heads="s g d -> s (r g) d"))
 
 
 def position_off_by_one(shift):
@@ -189,16 +194,14 @@ def slot_skipped(slot):
     """One cached slot is not read."""
 
     def plant(patch, model):
-        real = kv_cache.attention
-
-        def attention(q, k, v):
+        def skipping(q, k, v):
             past = len(k) - len(q)
             if past > 1:
                 gone = slot % past
                 k, v = (torch.cat([x[:gone], x[gone + 1 :]]) for x in (k, v))
-            return real(q, k, v)
+            return attention(q, k, v)
 
-        patch.setattr(kv_cache, "attention", attention)
+        attend_by(patch, skipping)
 
     return plant
 
@@ -217,7 +220,7 @@ def truncate_keeps_one_more(patch, model):
 def fork_shares_memory(patch, model):
     def fork(self):
         copy = object.__new__(ContiguousKV)
-        copy.k, copy.v, copy.length = self.k, self.v, self.length
+        copy.k, copy.v, copy.length, copy.attention = self.k, self.v, self.length, self.attention
         return copy
 
     patch.setattr(ContiguousKV, "fork", fork)
@@ -331,12 +334,12 @@ def test_the_property_rejects_a_planted_mistake(name, monkeypatch):
 def test_every_cached_slot_is_read(slot, monkeypatch):
     """Slot by slot, on one text: skipping any of them moves the logits far more than rounding does."""
     model = random_model()
+    slot_skipped(slot)(monkeypatch, model)  # of the past, so not yet in the first pass
     kv = ContiguousKV(TINY, 8, torch.float64)
     tokens = [3, 14, 15, 9, 26, 5, 35]
     with torch.inference_mode():
         model(torch.tensor(tokens[:6]), torch.arange(6), kv)
         kv.commit(6)
-        slot_skipped(slot)(monkeypatch, model)
         last = model.logits(model(torch.tensor(tokens[6:]), torch.arange(6, 7), kv))
         assert (last - naive_logits(model, tokens)[6:]).abs().max() > 1e-3
 
