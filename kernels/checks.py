@@ -5,14 +5,13 @@ A kernel sees addresses only: on a GPU a wrong shape is no error but a wrong num
 
 from __future__ import annotations
 
-import os
-
 import torch
+import triton
 from torch import Tensor
 
 MAX_HEAD_DIM = 128  # the largest that is compiled and looked at (aot.py)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton itself decides, when it is imported
+INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1, when triton was imported
 
 
 def require_tensor(name: str, x: Tensor, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ from minillm.model import Transformer
 
 os.environ.setdefault("MINILLM_FAST", "1")  # the notebooks' kernels inherit it: small sizes
 os.environ["MINILLM_PROGRESS"] = os.path.join(tempfile.mkdtemp(), "progress.json")  # not the learner's own
+if find_spec("triton"):
+    os.environ["TRITON_INTERPRET"] = "1"  # before it is imported: here kernels are interpreted, on a CPU
+    import triton
+
+    triton.knobs.runtime.interpret = True  # also for those that are defined later
+    del os.environ["TRITON_INTERPRET"]  # the engine looks here, and is to use PyTorch where a test does not set it
 torch.set_num_threads(1)  # on small models and busy machines, threads wait for each other more than they work
 
 
