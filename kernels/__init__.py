@@ -15,3 +15,11 @@ start. The interpreter runs one program after the other, so it cannot show a rac
 Hugging Face publishes a package of the same name. If that one is imported instead, its folder comes first on Python's
 path: uninstall it, or install this project after it.
 """
+
+from importlib.util import find_spec
+
+if find_spec("triton") is None:
+    raise ImportError(
+        "SKIP: the kernels need Triton, which is made for Linux (pip install triton). "
+        "Everything else of minillm works without it."
+    )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from minillm.request import Span
 if TYPE_CHECKING:
     from minillm.paged_kv import PagedKV
 
-MAX_HEAD_DIM = 128  # of the kernels (kernels/checks.py)
+MAX_HEAD_DIM, MAX_ROWS = 128, 64  # what the kernels take (kernels/checks.py, kernels/paged_attention.py)
 FEW = 8  # tokens of a span up to which it counts as decoding: one, or the guesses that are verified with it
 LONG = 0
 
@@ -41,6 +42,19 @@ def kernels_serve(x: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not interpreted)
 
 
+def kernel(name: str) -> Callable[..., Tensor]:
+    """The wrapper of that name in `kernels`, which needs Triton and so is loaded only here."""
+    try:
+        return getattr(import_module(f"kernels.{name}"), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("kernels"):
+            raise
+        raise ImportError(
+            "Python finds another package `kernels` than minillm's (Hugging Face publishes one of this name): "
+            "uninstall that one, or install minillm after it"
+        ) from error
+
+
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention in tiles for one sequence: the kernel where there is a GPU, else plain PyTorch.
 
@@ -48,14 +62,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     if not kernels_serve(q):
         return tiled_attention(q, k, v)
-    from kernels import flash_attention as kernel  # triton is loaded only where it is used
-
     if k.stride() != v.stride():
         k, v = k.contiguous(), v.contiguous()
     cache = k[:, :, None], v[:, :, None]  # a paged cache in which each token is a block of its own
     table = torch.arange(len(k), dtype=torch.int32, device=q.device)[None]
     ends, lengths = integers([0, len(q)], q.device), integers([len(k)], q.device)
-    return kernel.flash_attention(q, *cache, table, ends, lengths, max_queries=len(q))
+    return kernel("flash_attention")(q, *cache, table, ends, lengths, max_queries=len(q))
 
 
 class KernelView:
@@ -63,8 +75,6 @@ class KernelView:
     (flash_attention)."""
 
     def __init__(self, pool: PagedKV, spans: Sequence[Span]):
-        from kernels.paged_attention import MAX_ROWS
-
         self.pool = pool
         few = min(FEW, MAX_ROWS // pool.heads_per_group)
         groups = defaultdict(list)  # tokens of a span, or LONG -> (span, its first row in the flat list)
@@ -78,10 +88,8 @@ class KernelView:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [T, n_heads, head_dim]; k, v: [T, n_kv_heads, head_dim], T over all spans. -> like q"""
-        from kernels.store_kv import store_kv
-
         keys, values = self.pool.k[layer], self.pool.v[layer]
-        store_kv(k, v, keys, values, self.slots)
+        kernel("store_kv")(k, v, keys, values, self.slots)
         if len(self.groups) == 1:
             return self.groups[0](q, keys, values)
         out = torch.empty_like(q)
@@ -114,14 +122,11 @@ class Group:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q: the group's rows, [rows, n_heads, head_dim]; keys, values: a layer of the pool. -> like q"""
-        from kernels.flash_attention import flash_attention
-        from kernels.paged_attention import paged_attention
-
+        cache = (keys, values, self.tables)
         if self.count == LONG:
-            cache = (keys, values, self.tables)
-            return flash_attention(q, *cache, self.cu_seqlens, self.lengths, self.max_queries)
+            return kernel("flash_attention")(q, *cache, self.cu_seqlens, self.lengths, self.max_queries)
         q = q.unflatten(0, (-1, self.count))
-        return paged_attention(q, keys, values, self.tables, self.lengths, self.max_length).flatten(0, 1)
+        return kernel("paged_attention")(q, *cache, self.lengths, self.max_length).flatten(0, 1)
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:

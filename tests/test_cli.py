@@ -622,11 +622,11 @@ def test_ladder_writes_tables_json_and_a_picture(tiny_workload, tmp_path, capsys
     lines = [line for line in out.splitlines() if line]
     assert lines[0] == "One request: 5 tokens in, 4 out; 1 runs."
     assert lines[1].startswith("stage") and set(lines[2]) <= set("- ")
-    assert lines[5].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
-    rungs = ["naive", "kv_cache", "one_by_one", "static", "paged", "continuous"]
-    for line, stage in zip(lines[3:5] + lines[8:12], rungs, strict=True):
+    assert lines[6].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
+    rungs = ["naive", "kv_cache", "tiled", "one_by_one", "static", "paged", "continuous"]
+    for line, stage in zip(lines[3:6] + lines[9:13], rungs, strict=True):
         assert line.startswith(stage) and line.endswith("yes")
-    caption = " ".join(lines[12:])
+    caption = " ".join(lines[13:])
     assert "Chip, 4 cores" in caption and "20.0 GB/s, 50 GFLOP/s" in caption
     assert "Traceback" not in err and "busy" not in err
 

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
 
+from minillm.attention import AttentionFunction, attention
 from minillm.generation import generate, next_logits, room
+from minillm.kernel_attention import flash_attention
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.bench import Measured, alternate
 from minillm.lab.metrics import RequestTimes, throughput
@@ -82,8 +84,12 @@ def no_cache(model: Transformer, w: Workload) -> SequenceStore:
     return NoCache()
 
 
-def contiguous(model: Transformer, w: Workload) -> SequenceStore:
-    return ContiguousKV(model.config, room(model, w.prompt, w.params), model.dtype, model.device)
+def contiguous(model: Transformer, w: Workload, by: AttentionFunction = attention) -> SequenceStore:
+    return ContiguousKV(model.config, room(model, w.prompt, w.params), model.dtype, model.device, attention=by)
+
+
+def tiled(model: Transformer, w: Workload) -> SequenceStore:
+    return contiguous(model, w, by=flash_attention)
 
 
 def predict_naive(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
@@ -108,6 +114,7 @@ def prefill_seconds(model: Transformer, tokens: int, limits: Limits) -> float:
 RUNGS = (
     Rung("naive", "recompute the whole text at every step", None, partial(run_single, no_cache), predict_naive),
     Rung("kv_cache", "keep keys and values, feed one token", "naive", partial(run_single, contiguous), predict_cached),
+    Rung("tiled", "attention in tiles, no matrix of scores", "kv_cache", partial(run_single, tiled), predict_cached),
 )
 
 
