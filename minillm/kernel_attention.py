@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minillm.attention import tiled_attention
+from minillm.attention import past_of, tiled_attention
 from minillm.request import Span
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LONG = 0
 
 def kernels_serve(x: Tensor) -> bool:
     """Whether the kernels can and should work on tensors like this one: [..., head_dim]."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton says
     if not (x.is_cuda or interpreted) or find_spec("triton") is None or x.shape[-1] > MAX_HEAD_DIM:
         return False
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not interpreted)
@@ -62,8 +62,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     if not kernels_serve(q):
         return tiled_attention(q, k, v)
+    past_of(len(q), len(k))  # more queries than keys: ValueError
     if k.stride() != v.stride():
-        k, v = k.contiguous(), v.contiguous()
+        k, v = torch.stack([k, v])  # alike; `contiguous()` would leave the odd stride of a single row as it is
     cache = k[:, :, None], v[:, :, None]  # a paged cache in which each token is a block of its own
     table = torch.arange(len(k), dtype=torch.int32, device=q.device)[None]
     ends, lengths = integers([0, len(q)], q.device), integers([len(k)], q.device)

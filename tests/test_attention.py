@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from minillm import attention as module
-from minillm.attention import attention, causal_mask, reference_attention
+from minillm.attention import attention, causal_mask, reference_attention, tiled_attention
 
 HEADS = [(1, 1), (4, 4), (6, 2), (6, 3), (5, 1)]  # n_heads, n_kv_heads
+FUNCTIONS = [reference_attention, attention, tiled_attention, partial(tiled_attention, rows=2, columns=3)]
 SHAPES = [(1, 1), (1, 2), (1, 9), (2, 2), (7, 7), (2, 3), (3, 8), (8, 9), (5, 40)]  # T new rows of S
 
 
@@ -46,7 +48,7 @@ def in_loops(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("function", [reference_attention, attention])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_attention_equals_the_formula_in_loops(function, shape, heads):
     q, k, v = rows(*shape, *heads)
     torch.testing.assert_close(function(q, k, v), in_loops(q, k, v), rtol=0, atol=1e-12)
@@ -68,7 +70,7 @@ def test_row_i_sees_the_past_itself_and_nothing_else(n_queries, n_keys):
         assert row == [True] * (past + i + 1) + [False] * (n_queries - i - 1)
 
 
-@pytest.mark.parametrize("function", [reference_attention, attention])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(1, 5), (3, 8), (6, 6)])
 def test_a_row_depends_on_every_key_it_sees_and_on_no_later_one(function, n_queries, n_keys):
     q, k, v = rows(n_queries, n_keys, 4, 2)
@@ -86,7 +88,7 @@ def test_a_row_depends_on_every_key_it_sees_and_on_no_later_one(function, n_quer
             assert changed == sees
 
 
-@pytest.mark.parametrize("function", [reference_attention, attention])
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(2, 1), (5, 4), (3, 0)])
 def test_more_queries_than_keys_is_an_error(function, n_queries, n_keys):
     with pytest.raises(ValueError, match=f"{n_queries} queries .* {n_keys} keys"):
@@ -117,7 +119,7 @@ def test_a_mask_aligned_to_the_upper_left_is_noticed():
 def test_heads_share_keys_in_neighbouring_groups():
     """Query heads 0, 1, 2 use the first key head and 3, 4, 5 the second; not 0, 2, 4 and 1, 3, 5."""
     q, k, v = rows(2, 5, 6, 2)
-    for function in (reference_attention, attention):
+    for function in FUNCTIONS:
         whole = function(q, k, v)
         for group in range(2):
             part = function(q[:, 3 * group : 3 * group + 3], k[:, group : group + 1], v[:, group : group + 1])

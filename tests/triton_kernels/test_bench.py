@@ -13,9 +13,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from kernels import bench, checks, flash_attention, paged_attention, rmsnorm, store_kv
+from kernels import bench, flash_attention, paged_attention, rmsnorm, store_kv
 from kernels.cases import CHECKS, TIMED, Attention, RMSNorm, StoreKV, equal
-from minillm import kernel_attention
 from minillm.lab.catalogue import GPUS
 
 
@@ -76,11 +75,6 @@ def test_limits_are_those_of_the_catalogue():
     for short, limits in bench.PUBLISHED.items():
         (gpu,) = (gpu for name, gpu in GPUS.items() if name.startswith(short))
         assert (limits.bytes_per_s, limits.flops) == (gpu.bandwidth, gpu.flops)
-
-
-def test_what_the_engine_hands_to_the_kernels_is_what_they_take():
-    assert kernel_attention.MAX_HEAD_DIM == checks.MAX_HEAD_DIM
-    assert kernel_attention.MAX_ROWS == paged_attention.MAX_ROWS
 
 
 def test_predicted_times_are_the_longer_of_bytes_and_arithmetic():
