@@ -1,8 +1,9 @@
 """Self-checks: `check(fn)` runs the properties of one exercise task and says what is wrong in words.
 
-A task is a set of cases, each a property tested against an independent oracle. The answer to a check is one of four
-words: TODO (not written yet), FAIL (a property does not hold: which, where, yours, expected), ERROR (the code raised)
-or PASS. No traceback is shown, and no solution lies in here. Hints grow with the number of tries.
+A task is a set of cases, each a property tested against an independent oracle. The answer to a check is one of five
+words: TODO (not written yet), FAIL (a property does not hold: which, where, yours, expected), ERROR (the code raised),
+PASS, or SKIP (this system lacks what the task needs; neither passed nor failed). No traceback is shown, and no solution
+lies in here. Hints grow with the number of tries.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pkgutil import iter_modules
 
 import torch
@@ -27,10 +29,11 @@ VARIANT = "MINILLM_VARIANT"  # a number in the environment: other random inputs,
 
 @dataclass
 class Task:
-    """One function that the learner writes."""
+    """One function that the learner writes. needs: a module that not every system has, or nothing."""
 
     name: str
     hints: Sequence[str]
+    needs: str = ""
     cases: list[Case] = field(default_factory=list)
 
 
@@ -41,9 +44,9 @@ class Chapter:
         self.number = number
         self.tasks: dict[str, Task] = {}
 
-    def task(self, name: str, hints: Sequence[str]) -> Callable[[Case], Case]:
+    def task(self, name: str, hints: Sequence[str], needs: str = "") -> Callable[[Case], Case]:
         """A decorator for each case of the task; its docstring names the property that it tests."""
-        task = self.tasks.setdefault(name, Task(name, hints))
+        task = self.tasks.setdefault(name, Task(name, hints, needs))
 
         def add(case: Case) -> Case:
             if not case.__doc__:
@@ -64,15 +67,21 @@ def seeded(number: int) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """state: "TODO", "FAIL", "ERROR" or "PASS"; what: the property; message: the diagnosis."""
+    """state: "TODO", "FAIL", "ERROR", "PASS" or "SKIP"; what: the property; message: the diagnosis."""
 
     state: str
     what: str = ""
     message: str = ""
 
 
+class Skip(Exception):
+    """This system lacks what the code needs; the message says what."""
+
+
 def run(task: Task, fn: Callable) -> Result:
     """The first case that does not hold, or PASS."""
+    if task.needs and find_spec(task.needs) is None:
+        return Result("SKIP", message=f"it needs {task.needs.capitalize()}, which this system does not have")
     for case in task.cases:
         try:
             with torch.no_grad():
@@ -90,13 +99,24 @@ def run(task: Task, fn: Callable) -> Result:
 
 def is_stub(error: BaseException) -> bool:
     """Whether a stub raised it. PyTorch raises the same class, with a message, for a dtype that it cannot handle."""
+    error = unwrapped(error)[-1]
     return isinstance(error, NotImplementedError) and not error.args
+
+
+def unwrapped(error: BaseException) -> list[BaseException]:
+    """The error, and what it wraps: Triton's interpreter wraps what a kernel raises, once for each call on the way."""
+    errors = [error]
+    while type(errors[-1]).__name__ == "InterpreterError" and errors[-1].__cause__:
+        errors.append(errors[-1].__cause__)
+    return errors
 
 
 def describe_error(error: BaseException, fn: Callable) -> str:
     """The error and, if it was raised in the learner's function, the line."""
-    code = getattr(fn, "__code__", None)
-    frames = traceback.extract_tb(error.__traceback__)
+    errors = unwrapped(error)
+    error = errors[-1]
+    code = getattr(getattr(fn, "fn", fn), "__code__", None)  # a Triton kernel holds its function as `fn`
+    frames = [frame for each in errors for frame in traceback.extract_tb(each.__traceback__)]
     own = [frame for frame in frames if code and frame.filename == code.co_filename and frame.name == code.co_name]
     where = f" in line {own[-1].lineno - code.co_firstlineno + 1} of {fn.__name__}: {own[-1].line}" if own else ""
     text = " ".join(str(error).split())
@@ -104,7 +124,10 @@ def describe_error(error: BaseException, fn: Callable) -> str:
 
 
 def check(fn: Callable, name: str | None = None) -> bool:
-    """Check a solution of the task that has its name; print the result, remember it, and say whether it passed."""
+    """Check a solution of the task that has its name; print the result, remember it, and say whether it passed.
+
+    A skipped task counts as done here, so that a grading cell goes on; reports and progress do not count it.
+    """
     if not callable(fn):
         raise ValueError(f"give check() the function itself, without calling it, not {fn!r}")
     name = name or getattr(fn, "__name__", "")
@@ -112,13 +135,13 @@ def check(fn: Callable, name: str | None = None) -> bool:
     seeded(0)  # a bad variant is the teacher's mistake, not the learner's
     result = run(task, fn)
     tries = record(chapter.number, name, result.state)
-    print(f"[{result.state}] {name}: {result.message if result.state in ('PASS', 'TODO') else result.what}")
+    print(f"[{result.state}] {name}: {result.what or result.message}")
     if result.state in ("FAIL", "ERROR"):
         print(f"       {result.message}")
         if task.hints:
             shown = min(tries, len(task.hints))
             print(f"       hint {shown} of {len(task.hints)}: {task.hints[shown - 1]}")
-    return result.state == "PASS"
+    return result.state in ("PASS", "SKIP")
 
 
 def find(name: str) -> tuple[Chapter, Task]:
@@ -139,7 +162,9 @@ def attempt(what: str) -> Iterator[None]:
     """Run cells that use the learner's code: before it is written they say TODO instead of failing."""
     try:
         yield
-    except NotImplementedError as error:
+    except Skip as reason:
+        print(f"[SKIP] {what}: {reason}")
+    except Exception as error:
         if not is_stub(error):
             raise
         print(f"[TODO] {what}: needs the function above")

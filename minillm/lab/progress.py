@@ -10,7 +10,7 @@ from pathlib import Path
 ENVIRONMENT_VARIABLE = "MINILLM_PROGRESS"
 FILE_NAME = ".minillm_progress.json"
 
-STATES = ("TODO", "FAIL", "ERROR", "PASS")
+STATES = ("TODO", "FAIL", "ERROR", "PASS", "SKIP")
 Progress = dict[str, dict[str, dict[str, object]]]
 
 
@@ -42,7 +42,7 @@ def read_file(path: Path) -> Progress:
 
 
 def record(chapter: str, task: str, state: str) -> int:
-    """Remember the last state of a task. -> how often it has failed so far (TODO is not a try)."""
+    """Remember the last state of a task. -> how often it has failed so far (TODO and SKIP are no tries)."""
     everything = read()
     entry = everything.setdefault(chapter, {}).setdefault(task, {"state": "TODO", "tries": 0})
     entry["state"] = state

@@ -6,6 +6,7 @@ import inspect
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def begin(seed: int = 0) -> tuple[bool, str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{one_line(describe())}\ndevice {device}, seed {seed}, {'fast mode: small sizes' if fast else 'full sizes'}")
     return fast, device
+
+
+def needs_triton() -> bool:
+    """Whether Triton is installed. If not, say so: the cell is skipped, and its stored output is there to read."""
+    if find_spec("triton"):
+        return True
+    print("SKIP: this cell needs Triton, which is not on this system. The output stored in the notebook can be read.")
+    return False
 
 
 def notation() -> Markdown:

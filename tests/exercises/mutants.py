@@ -6,6 +6,8 @@ import ast
 import contextlib
 import copy
 import io
+import itertools
+import linecache
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,13 @@ OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast
 EQUIVALENT: dict[str, dict[str, str]] = {
     "penalize_repeats": {
         "result[token] > 0 -> result[token] >= 0": "a logit of 0 stays 0, divided or multiplied",
+    },
+    "online_softmax": {"0 -> 1": "what is subtracted from -inf"},
+    "merge_partials": {"0 -> 1": "what is subtracted from -inf"},
+    "norm_kernel": {"0.0 -> 1.0": "the weight of hidden columns (a stored answer has other=1.0 for x)"},
+    "gather_kernel": {
+        "0 -> 1": "a hidden entry of the table is not followed",
+        "0.0 -> 1.0": "a hidden number is not stored",
     },
 }
 
@@ -61,7 +70,17 @@ def mutants(source: str, name: str) -> Iterator[tuple[str, CodeType]]:
             ast.fix_missing_locations(changed)
             description = f"{before} -> {ast.unparse(target).split(chr(10))[0]}"
             if ast.unparse(changed) != ast.unparse(tree):
-                yield description, compile(changed, f"<{name}: {description}>", "exec")
+                yield description, compiled(ast.unparse(changed), f"{name}: {description}")
+
+
+NUMBERS = itertools.count()
+
+
+def compiled(source: str, name: str) -> CodeType:
+    """Code whose source can be read again: Triton reads that of a kernel."""
+    file = f"<{name}, {next(NUMBERS)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    return compile(source, file, "exec")
 
 
 def changes(node: ast.AST) -> Iterator[Callable[[ast.AST], None]]:

@@ -12,11 +12,13 @@ import torch
 
 from minillm.lab import check as check_module
 from minillm.lab import progress
-from minillm.lab.check import Chapter, attempt, chapters, check, expect_close, expect_equal, expect_number, run
+from minillm.lab.check import Chapter, Skip, attempt, chapters, check, expect_close, expect_equal, expect_number, run
 
 CHAPTER = Chapter("98")
 double = CHAPTER.task("double", hints=("a nudge", "a push", "nearly the idea"))
 unhinted = CHAPTER.task("unhinted", hints=())
+elsewhere = CHAPTER.task("elsewhere", hints=("a nudge",), needs="a_module_of_other_systems")
+here = CHAPTER.task("here", hints=("a nudge",), needs="torch")
 
 
 @double
@@ -35,6 +37,13 @@ def a_row(fn):
 def a_constant(fn):
     """it is 1"""
     expect_equal(fn(), 1)
+
+
+@elsewhere
+@here
+def any_answer(fn):
+    """it is called"""
+    assert fn(1) == 2, "it is not 2"
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +211,54 @@ def test_attempt_says_todo_for_a_stub_and_lets_other_errors_through(capsys):
     with attempt("the model"):
         right(1)
     assert capsys.readouterr().out == ""
+
+
+def test_a_task_that_this_system_cannot_check_is_skipped_whatever_the_answer(capsys):
+    """A grading cell goes on; it is no failed try, and no PASS."""
+    for answer in (right, wrong_number, raises, stub):
+        assert check(answer, "elsewhere")
+        says = "[SKIP] elsewhere: it needs A_module_of_other_systems, which this system does not have\n"
+        assert capsys.readouterr().out == says
+    assert progress.read()["98"]["elsewhere"] == {"state": "SKIP", "tries": 0}
+
+
+def test_a_task_whose_needs_are_there_is_checked(capsys):
+    assert check(right, "here") and not check(raises, "here") and not check(stub, "here")
+    assert re.findall(r"^\[(\w+)\]", capsys.readouterr().out, re.M) == ["PASS", "ERROR", "TODO"]
+
+
+def test_attempt_says_skip_for_what_this_system_lacks(capsys):
+    with attempt("the kernel"):
+        raise Skip("it needs a GPU")
+    assert capsys.readouterr().out == "[SKIP] the kernel: it needs a GPU\n"
+
+
+class InterpreterError(Exception):
+    """As Triton's interpreter raises it, around what a kernel raised."""
+
+
+def as_a_kernel(fn):
+    def launched(x):
+        try:
+            return fn(x)
+        except Exception as error:
+            raise InterpreterError(repr(error)) from error
+
+    launched.fn = fn
+    return launched
+
+
+def test_what_a_kernel_raises_is_seen_through_the_interpreter(capsys):
+    task = CHAPTER.tasks["double"]
+    assert run(task, as_a_kernel(stub)).state == "TODO"
+    assert run(task, as_a_kernel(as_a_kernel(stub))).state == "TODO"
+    result = run(task, as_a_kernel(raises))
+    assert result.state == "ERROR" and result.message.startswith("ValueError: no 3 in line 3 of ")
+    with attempt("the kernel"):
+        as_a_kernel(stub)(1)
+    assert capsys.readouterr().out == "[TODO] the kernel: needs the function above\n"
+    with pytest.raises(InterpreterError), attempt("the kernel"):
+        as_a_kernel(raises)(1)
 
 
 def test_the_chapters_of_the_course_are_in_order_and_no_name_is_used_twice():

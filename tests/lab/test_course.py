@@ -145,6 +145,28 @@ def test_a_task_whose_check_is_not_run_does_not_pass(course_folder, monkeypatch,
     assert progress.read()["02"]["reuse"]["state"] == "TODO"
 
 
+def test_a_skipped_task_neither_passes_nor_fails(course_folder, monkeypatch, capsys):
+    ran = nbformat.read(notebook(course_folder, MASK), as_version=4)
+    ended = {"reuse": "SKIP"}
+
+    def executed(path, fast, allow_errors, timeout):
+        for task, state in ended.items():
+            progress.record("02", task, state)  # what the kernel does
+        return ran
+
+    monkeypatch.setattr(course, "execute", executed)
+    for state, passed in (("PASS", 1), ("FAIL", 0), ("TODO", 0)):
+        ended["causal_mask"] = state
+        assert course.check_notebook("02") == (state == "PASS")
+        says = f"\n02_small.ipynb: {passed} of 2 tasks pass, 1 cannot be checked on this system\n"
+        assert capsys.readouterr().out == says
+    assert course.progress_report().splitlines()[:3] == [
+        "02: 0 of 2",
+        "  [ ] causal_mask (TODO, 1 failed tries)",
+        "  [-] reuse (SKIP)",
+    ]
+
+
 def test_without_any_progress_everything_is_to_do(course_folder):
     (course_folder / "progress.json").unlink()
     assert course.progress_report().splitlines() == [

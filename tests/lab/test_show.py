@@ -71,3 +71,11 @@ def test_a_table_prints_what_it_is_given(capsys):
         ["a", "1.50"],
         ["b", "7"],
     ]
+
+
+def test_a_cell_that_needs_triton_says_why_it_is_skipped(monkeypatch, capsys):
+    monkeypatch.setattr(show, "find_spec", lambda name: object() if name == "triton" else None)
+    assert show.needs_triton() and capsys.readouterr().out == ""
+    monkeypatch.setattr(show, "find_spec", lambda name: None)
+    assert not show.needs_triton()
+    assert capsys.readouterr().out.startswith("SKIP: this cell needs Triton")
