@@ -209,7 +209,8 @@ def report(models: list[Model], targets: list[str]) -> tuple[list[list[object]],
                     faults = finding.faults(spec)
                     values = [finding.registers, finding.spills, finding.shared, finding.matrix, finding.widest_load]
                 except Exception as error:  # whatever a compiler raises is the finding
-                    values, faults = [""] * 5, [f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+                    sentence = str(error).split("\n")[0]
+                    values, faults = [""] * 5, [f"{type(error).__name__}: {sentence}"]
                 n_faults += bool(faults)
                 rows.append([spec.name, model.name, target, *values, "; ".join(faults) or "ok"])
     return rows, n_faults

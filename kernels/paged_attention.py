@@ -116,6 +116,7 @@ def paged_attention(
 
     Errors as `flash_attention`; also where n_queries times the heads of a group is more than MAX_ROWS.
     """
+    require_tensor("lengths", lengths, (None,))
     require_tensor("q", q, (len(lengths), None, None, None))
     require_cache(q, keys, values, block_tables, lengths)
     requests, n_queries, n_heads, head_dim = q.shape

@@ -50,8 +50,8 @@ def rmsnorm_kernel(
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x: [rows, columns], residual: like x or None, weight: [columns]. -> (normed, x + residual or x itself)"""
-    require_floats("x", x)
     require_tensor("x", x, (None, None))
+    require_floats("x", x)
     require_tensor("weight", weight, (x.shape[1],), like=x)
     if x.shape[1] > MAX_COLUMNS:
         raise ValueError(f"a row may have at most {MAX_COLUMNS} columns, not {x.shape[1]}")
@@ -60,7 +60,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = Non
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else x
     given = x if residual is None else residual
-    if len(x):
+    if x.numel():
         block = triton.next_power_of_2(x.shape[1])
         rmsnorm_kernel[(len(x),)](
             x, given, weight, y, total,
