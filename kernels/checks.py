@@ -32,7 +32,7 @@ def require_floats(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be float32, float16 or bfloat16, not {x.dtype}")
     if INTERPRETED and x.dtype == torch.bfloat16:
         raise ValueError(f"{name} is bfloat16, which Triton's interpreter computes wrongly; use float32 or float16")
-    if not (x.is_cuda or INTERPRETED):
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         raise ValueError(
             f"{name} is on {x.device}: a Triton kernel needs a GPU, or TRITON_INTERPRET=1 before the start"
         )
@@ -64,6 +64,8 @@ def require_cache(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor,
 def require_pool(keys: Tensor, values: Tensor, shape: tuple[int | None, ...], like: Tensor) -> None:
     """One set of offsets serves both, so they must lie alike."""
     require_tensor("keys", keys, shape, like)
+    if not keys.shape[2]:
+        raise ValueError("a block of the pool must have room for at least one token")
     require_tensor("values", values, tuple(keys.shape), like)
     if keys.stride() != values.stride():
         raise ValueError(f"keys and values must lie alike, not with the strides {keys.stride()} and {values.stride()}")

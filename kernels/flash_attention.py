@@ -154,6 +154,6 @@ def bytes_moved(
 
 
 def flops(counts: Sequence[int], lengths: Sequence[int], n_heads: int, head_dim: int) -> int:
-    """2 products of 2 FLOP a coordinate, for each query head and each key that a row sees."""
+    """2 products of 2 FLOP a coordinate, for each query head and each key that a row sees. counts <= lengths."""
     seen = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(counts, lengths, strict=True))
     return 4 * n_heads * head_dim * seen
