@@ -45,7 +45,7 @@ class RMSNorm:
         return rmsnorm.bytes_moved(self.rows, self.columns, itemsize, self.residual)
 
     def flops(self) -> int:
-        return rmsnorm.flops(self.rows, self.columns)
+        return rmsnorm.flops(self.rows, self.columns, self.residual)
 
     def build(self, device: str, dtype: torch.dtype) -> Built:
         normal = partial(random_normal, device=device, dtype=dtype)

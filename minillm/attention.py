@@ -11,7 +11,8 @@ maximum, the running sum of exp(score - maximum), and the values weighted by tho
 was added before is scaled down. The result is exact, whatever the order and the size of the tiles.
 
 Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1; grouped heads: Ainslie et al., "GQA" (2023). Tiles:
-Dao et al., "FlashAttention" (2022), algorithm 1; the running softmax: Milakov and Gimelshein (2018), algorithm 3.
+Dao et al., "FlashAttention" (2022) and Dao, "FlashAttention-2" (2023), algorithm 1 of each; the running softmax:
+Milakov and Gimelshein (2018), algorithm 3.
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ class OnlineSoftmax:
 
     def __init__(self, q: Tensor):
         """q: [..., rows, head_dim], for sizes, dtype and device."""
-        self.top = q.new_full(q.shape[:-1], -torch.inf)  # the largest score so far
-        self.total = q.new_zeros(q.shape[:-1])  # sum of exp(score - top)
-        self.weighted = torch.zeros_like(q)  # sum of exp(score - top) * value
+        dtype = torch.promote_types(q.dtype, torch.float32)  # in 16 bits a long sum would lose what is added to it
+        self.top = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)  # the largest score so far
+        self.total = q.new_zeros(q.shape[:-1], dtype=dtype)  # sum of exp(score - top)
+        self.weighted = torch.zeros_like(q, dtype=dtype)  # sum of exp(score - top) * value
 
     def add(self, scores: Tensor, v: Tensor) -> None:
         """scores: [..., rows, columns], -inf where hidden; v: [..., columns, head_dim]."""
@@ -98,7 +100,7 @@ class OnlineSoftmax:
         rescale = (self.top - base).exp()  # 1 where the maximum stays
         weights = (scores - base[..., None]).exp()
         self.total = self.total * rescale + weights.sum(-1)
-        self.weighted = self.weighted * rescale[..., None] + weights @ v
+        self.weighted = self.weighted * rescale[..., None] + weights @ v.to(weights.dtype)
         self.top = top
 
     def result(self) -> Tensor:

@@ -60,10 +60,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q: [T, n_heads, head_dim], the last T rows of the sequence; k, v: [S, n_kv_heads, head_dim]. -> like q
     """
-    if not kernels_serve(q):
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if trained or not kernels_serve(q):  # the kernel has no gradient
         return tiled_attention(q, k, v)
     past_of(len(q), len(k))  # more queries than keys: ValueError
-    if k.stride() != v.stride():
+    if q.stride(-1) != 1:
+        q = q.clone(memory_format=torch.contiguous_format)
+    if k.stride() != v.stride() or k.stride(-1) != 1:
         k, v = torch.stack([k, v])  # alike; `contiguous()` would leave the odd stride of a single row as it is
     cache = k[:, :, None], v[:, :, None]  # a paged cache in which each token is a block of its own
     table = torch.arange(len(k), dtype=torch.int32, device=q.device)[None]

@@ -233,6 +233,34 @@ def test_keys_and_values_may_be_views_that_lie_in_any_way(layout, n, launches):
     assert len(launches) == 1
 
 
+@pytest.mark.parametrize("layout", ["coordinates first", "one coordinate for all"])
+def test_rows_that_do_not_lie_in_one_piece_are_taken_too(layout, launches):
+    q, k, v = draw(5, 9)
+    if layout == "coordinates first":
+        views = [x.permute(2, 0, 1).contiguous().permute(1, 2, 0) for x in (q, k, v)]
+    else:
+        views = [x[..., :1].expand(-1, -1, 8) for x in (q, k, v)]
+    assert views[1].stride() == views[2].stride() and all(x.stride(-1) != 1 for x in views)
+    require_equal(flash_attention(*views), *views)
+    assert launches == [("flash_attention", (5, 6, 8))]
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_where_a_gradient_is_wanted_it_is_there(trained, launches):
+    """The kernel's own output would look as if nothing led to it."""
+    inputs = draw(5, 9)
+    inputs[trained].requires_grad_()
+    gradients = [
+        torch.autograd.grad(f(*inputs).square().sum(), inputs[trained])[0]
+        for f in (flash_attention, reference_attention)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=EXACT)
+    assert launches == []
+    with torch.no_grad():
+        flash_attention(*inputs)
+    assert len(launches) == 1
+
+
 @pytest.mark.parametrize("variable", ["0", "1"])
 def test_more_queries_than_keys_is_an_error_with_the_kernel_too(variable, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", variable)

@@ -175,7 +175,8 @@ def test_an_exercise_says_what_each_task_asks(path):
     assert len(stubs) == len(tasks)
     for cell in stubs:
         (function,) = (node for node in ast.parse(cell.source).body if isinstance(node, ast.FunctionDef))
-        assert function.returns is not None and all(a.annotation for a in function.args.args), "a typed signature"
+        if not function.decorator_list:  # a kernel's arguments are addresses and numbers, without types
+            assert function.returns is not None and all(a.annotation for a in function.args.args), "a typed signature"
         assert any(c.source == f"check({function.name});" for c in code(path)), "its check stands in the notebook"
 
 

@@ -119,6 +119,18 @@ def test_scores_of_ten_thousand_neither_overflow_nor_lose_digits(rows, columns, 
     require_equal(tiled_attention(q, k, v, rows, columns), q, k, v)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_sixteen_bits_lose_nothing_in_a_long_sum(dtype, tolerance):
+    """Sums of 16 bits grow too coarse for what a tile adds (or, in float16, to infinity)."""
+    q, k, v = (x.to(dtype) for x in draw(random.Random(0), 4, 16384, (2, 1)))
+    expected = reference_attention(q.double(), k.double(), v.double() + 1)
+    out = tiled_attention(q, k, v + 1)
+    assert out.dtype == dtype
+    assert (out - expected).abs().max() <= tolerance
+    ones = torch.ones(70_000, 1, 8, dtype=dtype)
+    assert (tiled_attention(torch.zeros(1, 1, 8, dtype=dtype), 0 * ones, ones) == 1).all()
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(0, 1), (1, 0), (-1, 4), (4, -128)])
 def test_a_tile_of_nothing_is_refused(rows, columns):
     with pytest.raises(ValueError, match=f"at least one row and one column, not {rows} x {columns}"):

@@ -169,7 +169,8 @@ def draw_indirection(
     }
     used = sorted({b for b, ok in zip(blocks, known, strict=True) if ok})
     masked = known.count(False)
-    title = f"Keys {first} to {first + tile - 1}: {sum(known)} rows of blocks {used}, {masked} masked"
+    blocks_used = f"block{'s' * (len(used) > 1)} {' and '.join(map(str, used))}"
+    title = f"Keys {first} to {first + tile - 1}: {sum(known)} rows of {blocks_used}; {masked} masked"
     alt = (
         f"Above, {tile} columns from {first} with the steps from column to block and offset; below, a pool of "
         f"{n_blocks} blocks of {block_size} rows. The block table is {list(table)}, the text has {length} tokens. "

@@ -122,7 +122,7 @@ def draw_tile_walk(scores: Tensor, rows: int, columns: int, step: int) -> Pictur
     seen_scores = scores[seen]
     tops.set_xlim(min(0.0, seen_scores.min().item()) - 0.2, max(0.0, seen_scores.max().item()) + 0.2)
     totals.set_xlim(0, running(scores.masked_fill(~seen, -torch.inf), walk)[1].max().item() * 1.1)
-    main.set(xlim=(0, n_keys), ylim=(n_queries, 0), xlabel="key", ylabel="query (row)")
+    main.set(xlim=(-0.05, n_keys + 0.05), ylim=(n_queries, 0), xlabel="key", ylabel="query (row)")
     main.set_xticks(range(0, n_keys + 1, columns))
     main.set_yticks(range(0, n_queries + 1, rows))
     for axes in (main, tops, totals):
@@ -167,7 +167,8 @@ def draw_errors(blocks: Sequence[int], errors: Mapping[str, Sequence[float]]) ->
 
 def draw_memory(lengths: Sequence[int], extra: Mapping[str, Sequence[float]]) -> Picture:
     """Bytes beyond the inputs and the output, by length."""
-    grown = ", ".join(f"{name} {values[-1] / values[0]:.3g} times" for name, values in extra.items() if name in STYLES)
+    growth = {name: values[-1] / values[0] for name, values in extra.items() if name in STYLES}
+    grown = ", ".join(f"{name} {times:.3g} times" if times > 1 else f"{name} no more" for name, times in growth.items())
     title = f"{lengths[-1] // lengths[0]} times the tokens. Extra memory: {grown}"
     megabytes = {name: [v / 1e6 for v in values] for name, values in extra.items()}
     return draw_lines(lengths, megabytes, "tokens", "MB beyond the output", title, "{:.3g}")

@@ -114,11 +114,11 @@ def test_the_last_tile_is_masked_and_a_tile_may_cross_blocks():
     figure = draw_indirection([5, 2, 0, 6], 8, 27, first=24, tile=8, n_blocks=8, row_size=16)
     (axes,) = figure.axes
     assert words(axes, 5.45) == ["768", "784", "800"] + ["x"] * 5
-    assert "3 rows of blocks [6], 5 masked" in axes.get_title(loc="left")
+    assert "3 rows of block 6; 5 masked" in axes.get_title(loc="left")
     assert figure.alt.endswith("Offsets: [768, 784, 800].")
     crossing = draw_indirection([1, 0], 4, 8, first=2, tile=4, n_blocks=2, row_size=1)
     assert words(crossing.axes[0], 5.45) == ["6", "7", "0", "1"]
-    assert "blocks [0, 1], 0 masked" in crossing.axes[0].get_title(loc="left")
+    assert "blocks 0 and 1; 0 masked" in crossing.axes[0].get_title(loc="left")
 
 
 def test_splits_are_lines_and_the_title_says_what_splitting_does():

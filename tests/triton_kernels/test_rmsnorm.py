@@ -104,7 +104,8 @@ def test_bytes_moved_counts_each_tensor_once(residual):
 
 
 def test_flops_count_four_for_each_number():
-    assert module.flops(5, 20) == 5 * 20 * 4
+    assert module.flops(5, 20, False) == 5 * 20 * 4
+    assert module.flops(5, 20, True) == 5 * 20 * 5
 
 
 @pytest.mark.parametrize(("target", "threads"), [("sm_80", 32), ("sm_90", 32), ("gfx942", 64), ("cpu", 32)])
