@@ -138,6 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"the folder of --json {options.json} does not exist")
+    if options.json and options.json.is_dir():
+        parser.error(f"--json {options.json} is a folder, not a file")
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     if on_gpu or INTERPRETED:
         dtypes = [torch.float32, torch.float16, *([DTYPE] if on_gpu else [])]

@@ -194,7 +194,7 @@ CHECKS = (
     StoreKV(5, 3, 80),
     Attention((1, 33, 7), (1, 50, 39), 9, 3, 64),
     Attention((20, 1), (20, 17), 4, 4, 80),
-    Attention((5, 5), (5, 40), 8, 1, 128, decode=True),
+    Attention((5, 5), (5, 40), 9, 3, 128, decode=True),
     Attention((1, 1, 1), (1, 17, 130), 9, 3, 64, decode=True),
 )
 

@@ -56,7 +56,7 @@ def flash_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head of one request."""
-    tile, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     first = tl.load(cu_seqlens_ptr + request)
     n_queries = tl.load(cu_seqlens_ptr + request + 1) - first
     if tile * BLOCK_M >= n_queries:  # the grid is as long as the longest request
@@ -112,14 +112,15 @@ def flash_attention(
         return out
     choice = tiles(head_dim, q.dtype, target(q.device))
     grid = (triton.cdiv(max_queries, choice.rows), n_heads, len(lengths))
-    flash_attention_kernel[grid](
-        q, keys, values, out, block_tables, cu_seqlens, lengths,
-        *q.stride()[:2], *out.stride()[:2], *keys.stride()[:3], block_tables.stride(0),
-        head_dim**-0.5 * LOG2_E, n_heads // keys.shape[1],
-        BLOCK_SIZE=keys.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded(head_dim),
-        BLOCK_M=choice.rows, BLOCK_N=choice.columns, PRECISION=precision(q.dtype),
-        num_warps=choice.warps, num_stages=choice.stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU
+        flash_attention_kernel[grid](
+            q, keys, values, out, block_tables, cu_seqlens, lengths,
+            *q.stride()[:2], *out.stride()[:2], *keys.stride()[:3], block_tables.stride(0),
+            head_dim**-0.5 * LOG2_E, n_heads // keys.shape[1],
+            BLOCK_SIZE=keys.shape[2], HEAD_DIM=head_dim, BLOCK_D=padded(head_dim),
+            BLOCK_M=choice.rows, BLOCK_N=choice.columns, PRECISION=precision(q.dtype),
+            num_warps=choice.warps, num_stages=choice.stages,
+        )  # fmt: skip
     return out
 
 
@@ -133,14 +134,14 @@ class Tiles(NamedTuple):
 
 
 def tiles(head_dim: int, dtype: torch.dtype, target: str) -> Tiles:
-    """The largest tiles whose sums stay in registers, as `python -m kernels.aot` shows.
+    """The largest tiles, of those tried, whose sums stay in registers, as `python -m kernels.aot` shows.
 
     A tile of queries is read once and meets every key, so more rows mean fewer bytes. What limits them is `acc`: rows x
     head_dim float32 numbers beside a tile of scores. Hopper's products (wgmma) read their operands from shared memory;
     Ampere's (mma) hold them in registers too, and 128 x 64 spills there at head_dim 128.
     """
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2)
+        return Tiles(32, 16, 8, 2)
     if head_dim <= 64:
         return Tiles(128, 64, 8, 3)
     return Tiles(128, 64, 8, 2) if target == "sm_90" else Tiles(128, 32, 8, 2)

@@ -21,16 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import flash_attention
-from kernels.checks import require_cache, require_tensor
+from kernels.checks import require_cache, require_tensor, target
+from kernels.flash_attention import Tiles
 from kernels.online_softmax import LOG2_E, padded, precision, walk
 
-# Choices that stay in registers, as `python -m kernels.aot` shows. Decode waits for memory: a tile need not be large,
-# but enough of them must be on their way (stages, and two programs for each processor).
-BLOCK_N = 64
-MAX_ROWS = 64
+BLOCK_N = 64  # splits are multiples of it
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 2
-SPLIT_OPTIONS = {"num_warps": 4, "num_stages": 3}
 MERGE_OPTIONS = {"num_warps": 4}
 
 
@@ -50,7 +47,7 @@ def split_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: one request, one key head, one split. Its rows are (query, head of the group), padded to ROWS."""
-    split, group, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, group, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_splits, n_groups = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths_ptr + request)
     rows = tl.arange(0, ROWS)
@@ -114,7 +111,7 @@ def paged_attention(
     memory; block_tables: [requests, most blocks], lengths: [requests], int32. max_length: the largest of them.
     -> like q, zeros for rows that see nothing
 
-    Errors as `flash_attention`; also where n_queries times the heads of a group is more than MAX_ROWS.
+    Errors as `flash_attention`; also where n_queries times the heads of a group is more than `tile` takes.
     """
     require_tensor("lengths", lengths, (None,))
     require_tensor("q", q, (len(lengths), None, None, None))
@@ -123,9 +120,11 @@ def paged_attention(
     n_kv_heads, block_size = keys.shape[1:3]
     heads_per_group = n_heads // n_kv_heads
     rows = padded_rows(n_queries, heads_per_group)
-    if rows > MAX_ROWS:
+    choice = tile(q.dtype, target(q.device))
+    if rows > choice.rows:
         raise ValueError(
-            f"{n_queries} query rows of {heads_per_group} heads a group are more than {MAX_ROWS}: use flash_attention"
+            f"{n_queries} query rows of {heads_per_group} heads a group are more than {choice.rows}: "
+            "use flash_attention"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel():
@@ -134,19 +133,29 @@ def paged_attention(
     partial = (requests, n_kv_heads, n_splits, rows)
     acc = torch.empty(*partial, padded(head_dim), dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, *partial, dtype=torch.float32, device=q.device)
-    split_kernel[(n_splits, n_kv_heads, requests)](
-        q, keys, values, acc, top, total, block_tables, lengths,
-        *q.stride()[:3], *keys.stride()[:3], block_tables.stride(0),
-        head_dim**-0.5 * LOG2_E, heads_per_group, n_queries, split_size,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, BLOCK_N=BLOCK_N,
-        PRECISION=precision(q.dtype), **SPLIT_OPTIONS,
-    )  # fmt: skip
-    merge_kernel[(n_queries, n_heads, requests)](
-        acc, top, total, out, *out.stride()[:3], heads_per_group, n_kv_heads, n_splits,
-        HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, SPLITS=triton.next_power_of_2(n_splits),
-        **MERGE_OPTIONS,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):  # Triton launches on the current GPU
+        split_kernel[(n_splits, n_kv_heads, requests)](
+            q, keys, values, acc, top, total, block_tables, lengths,
+            *q.stride()[:3], *keys.stride()[:3], block_tables.stride(0),
+            head_dim**-0.5 * LOG2_E, heads_per_group, n_queries, split_size,
+            BLOCK_SIZE=block_size, HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, BLOCK_N=choice.columns,
+            PRECISION=precision(q.dtype), num_warps=choice.warps, num_stages=choice.stages,
+        )  # fmt: skip
+        merge_kernel[(n_queries, n_heads, requests)](
+            acc, top, total, out, *out.stride()[:3], heads_per_group, n_kv_heads, n_splits,
+            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, SPLITS=triton.next_power_of_2(n_splits),
+            **MERGE_OPTIONS,
+        )  # fmt: skip
     return out
+
+
+def tile(dtype: torch.dtype, target: str) -> Tiles:
+    """The most query rows, and the keys of a tile, that stay in registers, as `python -m kernels.aot` shows.
+
+    Decode waits for memory: a tile need not be large, but enough of them must be on their way (stages, and two programs
+    for each processor). Products in full float32 are no work for tensor cores, and take four times the registers.
+    """
+    return Tiles(16, 16, 4, 2) if dtype == torch.float32 and target != "cpu" else Tiles(64, BLOCK_N, 4, 3)
 
 
 def padded_rows(n_queries: int, heads_per_group: int) -> int:

@@ -62,11 +62,12 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = Non
     given = x if residual is None else residual
     if x.numel():
         block = triton.next_power_of_2(x.shape[1])
-        rmsnorm_kernel[(len(x),)](
-            x, given, weight, y, total,
-            x.stride(0), given.stride(0), y.stride(0), total.stride(0), x.shape[1], eps,
-            HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=warps(block, target(x.device)),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches on the current GPU
+            rmsnorm_kernel[(len(x),)](
+                x, given, weight, y, total,
+                x.stride(0), given.stride(0), y.stride(0), total.stride(0), x.shape[1], eps,
+                HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=warps(block, target(x.device)),
+            )  # fmt: skip
     return y, total
 
 

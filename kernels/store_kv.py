@@ -7,6 +7,7 @@ and written once. PyTorch's indexed assignment does the same in one launch for t
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +32,7 @@ def store_kv_kernel(
     """One program: the keys and values of one token go to their slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    groups, dims = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    groups, dims = tl.arange(0, BLOCK_G).to(tl.int64)[:, None], tl.arange(0, BLOCK_D)[None, :]
     inside = (groups < n_kv_heads) & (dims < HEAD_DIM)
     target = slot // BLOCK_SIZE * stride_kb + groups * stride_kh + slot % BLOCK_SIZE * stride_kr + dims
     k = tl.load(k_ptr + token * stride_kt + groups * stride_kg + dims, mask=inside, other=0.0)
@@ -55,11 +56,12 @@ def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) 
     require_whole("slots", slots, (tokens,), like=k)
     if k.numel():
         block_g, block_d = triton.next_power_of_2(n_kv_heads), padded(head_dim)
-        store_kv_kernel[(tokens,)](
-            k, v, keys, values, slots, *k.stride()[:2], *v.stride()[:2], *keys.stride()[:3], n_kv_heads,
-            BLOCK_SIZE=keys.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_G=block_g,
-            num_warps=warps(block_g * block_d),
-        )  # fmt: skip
+        with torch.cuda.device_of(k):  # Triton launches on the current GPU
+            store_kv_kernel[(tokens,)](
+                k, v, keys, values, slots, *k.stride()[:2], *v.stride()[:2], *keys.stride()[:3], n_kv_heads,
+                BLOCK_SIZE=keys.shape[2], HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_G=block_g,
+                num_warps=warps(block_g * block_d),
+            )  # fmt: skip
 
 
 def warps(block: int) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,8 @@ from minillm.request import Span
 if TYPE_CHECKING:
     from minillm.paged_kv import PagedKV
 
-MAX_HEAD_DIM, MAX_ROWS = 128, 64  # what the kernels take (kernels/checks.py, kernels/paged_attention.py)
+MAX_HEAD_DIM = 128  # of the kernels (kernels/checks.py)
+OLDEST = (8, 0)  # Ampere: older GPUs have less shared memory than a tile needs (AMD's numbers are above it)
 FEW = 8  # tokens of a span up to which it counts as decoding: one, or the guesses that are verified with it
 LONG = 0
 
@@ -37,15 +39,22 @@ LONG = 0
 def kernels_serve(x: Tensor) -> bool:
     """Whether the kernels can and should work on tensors like this one: [..., head_dim]."""
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as Triton says
-    if not (x.is_cuda or interpreted) or find_spec("triton") is None or x.shape[-1] > MAX_HEAD_DIM:
+    if not (interpreted or x.is_cuda) or find_spec("triton") is None or x.shape[-1] > MAX_HEAD_DIM:
+        return False
+    if not interpreted and torch.cuda.get_device_capability(x.device) < OLDEST:
         return False
     return x.dtype in (torch.float32, torch.float16) or (x.dtype == torch.bfloat16 and not interpreted)
 
 
 def kernel(name: str) -> Callable[..., Tensor]:
-    """The wrapper of that name in `kernels`, which needs Triton and so is loaded only here."""
+    """The wrapper in `kernels` that has the name of its file."""
+    return getattr(module(name), name)
+
+
+def module(name: str) -> ModuleType:
+    """A file of `kernels`, which needs Triton and so is loaded only here."""
     try:
-        return getattr(import_module(f"kernels.{name}"), name)
+        return import_module(f"kernels.{name}")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("kernels"):
             raise
@@ -80,7 +89,8 @@ class KernelView:
 
     def __init__(self, pool: PagedKV, spans: Sequence[Span]):
         self.pool = pool
-        few = min(FEW, MAX_ROWS // pool.heads_per_group)
+        tile = module("paged_attention").tile(pool.k.dtype, module("checks").target(pool.k.device))
+        few = min(FEW, tile.rows // pool.heads_per_group)
         groups = defaultdict(list)  # tokens of a span, or LONG -> (span, its first row in the flat list)
         starts = accumulate((span.count for span in spans), initial=0)
         for span, start in zip(spans, starts, strict=False):

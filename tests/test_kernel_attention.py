@@ -120,14 +120,21 @@ def test_the_kernels_serve_a_gpu_and_the_interpreter_and_what_they_can_compute(
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.zeros(3, 2, head_dim, dtype=dtype)
     if where in ("gpu", "both"):
-        x = SimpleNamespace(is_cuda=True, dtype=dtype, shape=x.shape)
+        x = SimpleNamespace(is_cuda=True, dtype=dtype, shape=x.shape, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert kernels_serve(x) == (where in served)
+
+
+@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 4), True)])
+def test_gpus_whose_shared_memory_is_too_small_are_not_served(capability, served, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(3, 2, 64), device="cuda:0")
+    assert kernels_serve(x) == served
 
 
 def test_the_limits_are_those_of_the_kernels():
     """They are written down twice, so that the engine need not import Triton to know them."""
     assert kernel_attention.MAX_HEAD_DIM == import_module("kernels.checks").MAX_HEAD_DIM
-    assert kernel_attention.MAX_ROWS == import_module("kernels.paged_attention").MAX_ROWS
 
 
 @pytest.mark.parametrize(("value", "on"), [("0", False), ("", False), ("no", False), ("true", True), ("ON", True)])

@@ -99,6 +99,27 @@ def without_a_top(blocks, rows, width):
     return weighted / total[:, None]
 
 
+@BANK.wrong("online_softmax", says="so small that it is 0.*divided by 0.*starts at -inf")
+def top_starts_at_0(blocks, rows, width):
+    top, total, weighted = torch.zeros(rows), torch.zeros(rows), torch.zeros(rows, width)
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.amax(1))
+        weights, factor = (scores - new[:, None]).exp(), (top - new).exp()
+        total = total * factor + weights.sum(1)
+        weighted, top = weighted * factor[:, None] + weights @ values, new
+    return weighted / total[:, None]
+
+
+@BANK.wrong("online_softmax", says="one block is a softmax.*divided by 0")
+def forgets_the_total(blocks, rows, width):
+    top, total, weighted = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, width)
+    for scores, values in blocks:
+        new = torch.maximum(top, scores.amax(1))
+        weighted = weighted * (top - new).exp()[:, None] + (scores - new[:, None]).exp() @ values
+        top = new
+    return weighted / total[:, None]
+
+
 @BANK.wrong("online_softmax", says="a row saw only -inf so far, and -inf - -inf is NaN")
 def forgets_hidden_blocks(blocks, rows, width):
     top, total, weighted = torch.full((rows,), -torch.inf), torch.zeros(rows), torch.zeros(rows, width)
@@ -404,6 +425,18 @@ def scales_totals_alone(a, b):
 def divides_already(a, b):
     both = merge(a, b)
     return replace(both, weighted=both.weighted / both.total[:, None])
+
+
+@BANK.wrong("merge_partials", says=r"total: NoneType, expected a tensor of shape \[4\]")
+def merges_tops_alone(a, b):
+    return Partial(torch.maximum(a.top, b.top), None, None)
+
+
+@BANK.wrong("merge_partials", says=r"total: shape \[4, 1\], expected a tensor of shape \[4\]")
+def keeps_a_dimension(a, b):
+    top = torch.maximum(a.top, b.top)
+    old, new = (torch.where(x.top == -torch.inf, 0.0, (x.top - top).exp())[:, None] for x in (a, b))
+    return Partial(top, a.total[:, None] * old + b.total[:, None] * new, a.weighted * old + b.weighted * new)
 
 
 @BANK.wrong("merge_partials", says=r"two parts without any key.*a and b saw no key, and -inf - -inf is NaN")

@@ -76,6 +76,7 @@ def test_the_interpreter_is_as_before_after_a_failure():
 
 
 def test_a_kernel_that_would_be_compiled_gets_a_sentence(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # the next line sets it, also when it is undone: this takes it away
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     compiled = triton.jit(reads_at.fn)
     with pytest.raises(AssertionError, match=r"restart, and run the first cell \(TRITON_INTERPRET=1\) first"):

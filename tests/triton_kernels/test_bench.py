@@ -101,6 +101,9 @@ def test_a_folder_that_is_not_there_is_met_at_the_door(capsys, tmp_path):
     with pytest.raises(SystemExit):
         bench.main(["--json", str(tmp_path / "nowhere" / "result.json")])
     assert "does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench.main(["--json", str(tmp_path)])
+    assert "is a folder" in capsys.readouterr().err
 
 
 SMALL = (

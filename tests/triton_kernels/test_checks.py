@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -141,6 +142,29 @@ def test_the_valid_arguments_are_accepted(function):
 def test_a_wrong_argument_gets_a_sentence(function, wrong, sentence):
     with pytest.raises(ValueError, match="^" + re.escape(sentence)):
         function(**VALID[function] | wrong)
+
+
+@pytest.mark.parametrize("function", VALID)
+def test_kernels_are_launched_on_the_gpu_of_their_tensors(function, monkeypatch):
+    """Triton takes the current one. There is none here, so what is seen is which tensor's GPU is made current."""
+    current, launched = [None], []
+
+    @contextmanager
+    def device_of(x):
+        current.append(x)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda x, *args, **kwargs: launched.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    module = sys.modules[function.__module__]
+    for name in [name for name in vars(module) if name.endswith("_kernel")]:
+        monkeypatch.setattr(module, name, Kernel())
+    function(**VALID[function])
+    assert launched and all(x is next(iter(VALID[function].values())) for x in launched)
 
 
 EMPTY = [

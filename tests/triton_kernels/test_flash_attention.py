@@ -18,6 +18,7 @@ from guards import (
     assert_equals,
     attend,
     changed_copy,
+    far_apart,
     guarded,
     integers,
     numbers,
@@ -120,6 +121,13 @@ def test_heads_and_rows_of_the_pool_may_lie_in_any_order(small_tiles):
     case.keys, case.values = (guarded(x.transpose(1, 2)).transpose(1, 2) for x in (case.keys, case.values))
     case.q = guarded(case.q.transpose(0, 1)).transpose(0, 1)
     check(case)
+
+
+def test_heads_may_lie_farther_apart_than_32_bits_count(small_tiles):
+    case = requests([18, 3], [18, 37], (8, 4), dtype=torch.float16, gap=0)
+    pool = [far_apart(x) for x in (case.keys, case.values)]
+    out = module.flash_attention(case.q, *pool, case.tables, case.cu_seqlens, case.lengths, case.max_queries)
+    assert_equals(out, case.expected, torch.float16)
 
 
 @pytest.mark.parametrize(("counts", "lengths"), [([0, 5, 0, 0, 3, 0], [0, 5, 7, 0, 20, 1]), ([0], [0]), ([], [])])

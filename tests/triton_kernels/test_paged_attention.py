@@ -12,7 +12,19 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from guards import DTYPES, Requests, assert_equals, changed_copy, guarded, integers, numbers, requests, run, steep
+from guards import (
+    DTYPES,
+    Requests,
+    assert_equals,
+    changed_copy,
+    far_apart,
+    guarded,
+    integers,
+    numbers,
+    requests,
+    run,
+    steep,
+)
 
 from kernels import paged_attention as module
 
@@ -145,6 +157,13 @@ def test_scores_of_ten_thousand(order, dtype):
     heads, head_dim = (2, 1), 64
     q, k, v = steep(200, order, heads, head_dim, dtype)
     check(decode(3, [200], heads, head_dim, dtype=dtype, tokens=[(q[-3:], k, v)]))
+
+
+def test_heads_may_lie_farther_apart_than_32_bits_count():
+    case = decode(2, [5, N + 20], (8, 4), dtype=torch.float16, gap=0)
+    pool = [far_apart(x) for x in (case.keys, case.values)]
+    out = module.paged_attention(case.q, *pool, case.tables, case.lengths, N + 20)
+    assert_equals(out, case.expected, torch.float16)
 
 
 def test_the_order_of_blocks_in_the_pool_does_not_matter():

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from guards import CANARY, DTYPES, changed_copy, guarded, integers, memory, numbers
+from guards import CANARY, DTYPES, changed_copy, far_apart, guarded, integers, memory, numbers
 
 from kernels import store_kv as module
 
@@ -81,6 +81,14 @@ def test_the_first_and_the_last_slot_of_the_pool():
 
 def test_heads_and_rows_of_the_pool_may_lie_in_any_order():
     check(some_slots(6, 21), transpose=True)
+
+
+def test_heads_may_lie_farther_apart_than_32_bits_count():
+    pool = [far_apart(torch.zeros(7, 4, 3, 20, dtype=torch.float16)) for _ in range(2)]
+    k, slots = numbers(5, 4, 20, dtype=torch.float16), some_slots(5, 21)
+    module.store_kv(k, -k, *pool, integers(*slots))
+    for x, rows in zip(pool, (k, -k), strict=True):
+        assert torch.equal(torch.stack([x[slot // 3, :, slot % 3] for slot in slots]), rows)
 
 
 def test_bytes_moved_counts_each_row_read_and_written():

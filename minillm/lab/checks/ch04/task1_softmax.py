@@ -105,6 +105,9 @@ def why(scores: Sequence[Tensor]) -> str:
         return "a row saw only -inf so far, and -inf - -inf is NaN"
     if all((top > 89).any() for top in tops):
         return "exp(score) overflows: subtract the largest score first"
+    every = torch.cat(list(scores), 1)
+    if every.max() - every.min() < 88:
+        return "no exp overflows here: is it divided by 0? The total takes each block in, and the top starts at -inf"
     return (
         "exp overflows: the top of a row is its largest score *so far*, and must not fall when a block has smaller ones"
     )
@@ -139,9 +142,10 @@ def several_rows(fn):
 
 @softmax
 def large_scores(fn):
-    """scores so large that exp() of them overflows"""
-    scores = 500 + 10 * randn(seeded(6), 2, 9)
-    check_blocks(fn, scores, randn(seeded(7), 9, 3), [3, 3, 3], "scores around 500")
+    """scores so large that exp() of them overflows, or so small that it is 0"""
+    scores = 10 * randn(seeded(6), 2, 9)
+    for shift in (500, -500):
+        check_blocks(fn, shift + scores, randn(seeded(7), 9, 3), [3, 3, 3], f"scores around {shift}")
 
 
 @softmax

@@ -85,8 +85,10 @@ def check_pair(fn: Callable, a: Partial, b: Partial, want: Partial, label: str) 
     want = as_float32(want)
     expect_close(got.top, want.top, f"{label}, top (the larger of the two)")
     for name in ("total", "weighted"):
-        value = getattr(got, name)
-        if isinstance(value, Tensor) and value.isnan().any():
+        value, size = getattr(got, name), list(getattr(want, name).shape)
+        kind = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        assert kind == f"shape {size}", f"{label}, {name}: {kind}, expected a tensor of shape {size}"
+        if value.isnan().any():
             row = int(value.isnan().nonzero()[0, 0])
             empty = [which for which, part in (("a", a), ("b", b)) if part.top[row] == -torch.inf]
             reason = f"{' and '.join(empty)} saw no key, and -inf - -inf is NaN" if empty else "does exp() overflow?"
@@ -107,7 +109,7 @@ def both_named(got: Partial, want: Partial, made: Callable[[], dict[str, Partial
     """Total and weighted side by side."""
 
     def flat(x: Partial) -> Tensor:
-        return torch.cat([x.total[:, None], x.weighted], 1) if x.weighted.shape == want.weighted.shape else x.weighted
+        return torch.cat([x.total[:, None], x.weighted], 1)
 
     return named(flat(got), flat(want), lambda: {what: flat(value) for what, value in made().items()})
 
