@@ -34,6 +34,7 @@ from minillm.policies import Policy
 from minillm.request import Step
 from minillm.sampling import SamplingParams
 from minillm.scheduler import Scheduler
+from minillm.speculative import Drafter, require_drafter, verify
 from minillm.tokenizer import Tokenizer
 from minillm.writing import Generation, Piece, Writer
 
@@ -44,6 +45,7 @@ class Engine:
     n_blocks, block_size: the pool, n_blocks * block_size tokens for all requests together.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens that a step computes; longer prompts are
     cut into chunks. sharing: whether requests with the same beginning share its blocks. policy: see policies.py.
+    drafter: guesses up to k tokens of each text that decodes (speculative.py); a step verifies them.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Engine:
         max_num_batched_tokens: int = 256,
         sharing: bool = True,
         policy: Policy | None = None,
+        drafter: Drafter | None = None,
+        k: int = 3,
         clock: Callable[[], float] = time.perf_counter,
     ):
         if not isinstance(model, Transformer):
@@ -65,6 +69,9 @@ class Engine:
         if policy is not None and (isinstance(policy, type) or not hasattr(policy, "may_join")):
             raise ValueError(f"policy must be an object such as Continuous() or Static(), not {policy!r}")
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
+        if drafter is not None:
+            require_drafter(drafter, model, k)
+        self.drafter, self.k = drafter, k
         blocks = BlockPool(n_blocks, block_size, sharing)
         self.scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, policy)
         self.kv = PagedKV(model.config, n_blocks, block_size, model.dtype, model.device)
@@ -132,24 +139,42 @@ class Engine:
     def step(self) -> list[tuple[EngineRequest, Piece]]:
         """One pass of the model. -> the tokens that it gave; none while prompts are read, or with nothing to do."""
         now = self.clock()
+        self.draft()
         step = self.last_step = self.scheduler.schedule(now)
         if not step.spans:
             return []
         for span in step.spans:
             if span.request.admitted is None:
                 span.request.admitted = now
-        hidden = self.forward(step)
-        complete = [i for i, span in enumerate(step.spans) if span.end == len(span.request.tokens)]
-        last_rows = torch.tensor([span.count for span in step.spans]).cumsum(0) - 1
-        logits = self.model.logits(hidden[last_rows[complete].to(hidden.device)])
-        for span in step.spans:
-            self.scheduler.computed(span.request, span.count)
+        hidden = self.forward(step).split([span.count for span in step.spans])
+        for span in step.spans:  # the rows of guesses are not past yet
+            self.scheduler.computed(span.request, min(span.end, len(span.request.tokens)) - span.start)
+        # The rows to choose from: the last decided token's, and those of the guesses. None while a prompt is read.
+        rows = [h[max(0, len(s.request.tokens) - 1 - s.start) :] for s, h in zip(step.spans, hidden, strict=True)]
+        logits = self.model.logits(torch.cat(rows)).split([len(each) for each in rows])
         written = []
-        for i, row in zip(complete, logits, strict=True):
-            leader = step.spans[i].request
-            for request in (leader, *self.scheduler.fork(leader)):  # all samples choose from the same row
-                written += self.write(request, row)
+        for span, each in zip(step.spans, logits, strict=True):
+            if len(each):
+                for request in (span.request, *self.scheduler.fork(span.request)):  # samples choose from the same row
+                    written += self.write(request, each)
+        if self.drafter is not None:
+            for span, h in zip(step.spans, hidden, strict=True):
+                if span.request.finish_reason is None:
+                    self.drafter.observe(
+                        span.request.writer, span.start, h[: len(span.request.tokens) - 1 - span.start]
+                    )
         return written
+
+    @torch.inference_mode()
+    def draft(self) -> None:
+        """Let the drafter guess for all texts that decode. The scheduler may give guesses up again."""
+        if self.drafter is None:
+            return
+        texts = [r for r in self.scheduler.running if r.wants_one and r.writer.output and not r.draft]
+        counts = [min(self.k, r.writer.left - 1) for r in texts]
+        proposals = self.drafter.propose([r.writer for r in texts], counts)
+        for request, proposal in zip(texts, proposals, strict=True):
+            request.draft, request.proposal = proposal.ids, proposal
 
     def forward(self, step: Step) -> Tensor:
         """Send the tokens of all spans through the model. -> hidden [tokens of the step, d_model]"""
@@ -159,23 +184,27 @@ class Engine:
         return self.model(torch.tensor(ids, device=device), positions.to(device), self.kv.view(step))
 
     def write(self, request: EngineRequest, logits: Tensor) -> list[tuple[EngineRequest, Piece]]:
-        """Let one text choose its next token. If it cannot, it ends with its sentence, and the others go on."""
+        """Let one text choose its next token, or judge its guesses. If it cannot, it ends with its sentence, and the
+        others go on. logits: [guesses + 1, vocab_size]"""
         if request.admitted is None:
             request.admitted = self.clock()
+        proposal, request.draft = replace(request.proposal, ids=request.draft), []
+        shown = len(request.pieces)
         try:
-            piece = request.writer.write(logits, self.clock() - request.arrival)
+            request.pieces += verify(request.writer, logits, proposal, self.clock() - request.arrival)
         except (ValueError, RuntimeError) as error:
             request.error = str(error)
-            self.end(request, "error")
-            return []
-        request.pieces.append(piece)
-        if piece.finish_reason:
-            self.end(request, piece.finish_reason)
-        return [(request, piece)]
+        if reason := "error" if request.error else request.writer.finish_reason:
+            self.end(request, reason)
+        else:
+            self.scheduler.computed(request, len(request.pieces) - shown - 1)  # the guesses that were right
+        return [(request, piece) for piece in request.pieces[shown:]]
 
     def end(self, request: EngineRequest, reason: str) -> None:
         request.finish_reason = reason
         self.scheduler.finish(request)
+        if self.drafter is not None:
+            self.drafter.release(request.writer)
 
     def abort(self, request: EngineRequest) -> None:
         """Give a request up: its blocks are free at once. One that has finished stays as it is."""

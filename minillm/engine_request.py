@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minillm.request import Request
+from minillm.speculative import Proposal
 from minillm.writing import Generation, Piece, Writer
 
 
@@ -16,6 +17,7 @@ class EngineRequest(Request):
         super().__init__(writer.tokens, writer.limit, priority, arrival)
         self.writer = writer
         self.pieces: list[Piece] = []
+        self.proposal = Proposal()  # where the guesses in `draft` came from
         self.admitted: float | None = None
         self.finish_reason = writer.finish_reason
         self.error: str | None = None  # the sentence, where finish_reason is "error"

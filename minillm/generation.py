@@ -50,6 +50,18 @@ def stream(
         caller's word; `kv.truncate(0)` starts anew.
     """
     start = time.perf_counter()
+    writer, kv = begin(model, tokenizer, prompt, params, kv)
+    return pieces(model, writer, kv, kv.length, start)
+
+
+def begin(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None,
+    kv: SequenceStore | None,
+) -> tuple[Writer, SequenceStore]:
+    """Check what `stream` is given. -> the text that is to be written, and its store"""
     params = SamplingParams() if params is None else params
     ids = prompt_ids(model, tokenizer, prompt)
     require_params(model, tokenizer, params)
@@ -60,11 +72,12 @@ def stream(
         raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {limit}")
     if kv.length >= len(ids):
         raise ValueError(f"the store holds {kv.length} tokens, and the prompt has only {len(ids)}: nothing to compute")
-    return pieces(model, Writer(tokenizer, ids, params, limit), kv, kv.length, start)
+    return Writer(tokenizer, ids, params, limit), kv
 
 
 def pieces(model: Transformer, writer: Writer, kv: SequenceStore, held: int, start: float) -> Iterator[Piece]:
-    """The loop itself, behind the checks of `stream`. held: tokens in the store; another number means another user."""
+    """The loop itself, behind the checks of `stream`. held: the store's length; another number later means another
+    user."""
     while writer.finish_reason is None:
         if kv.length != held:
             raise ValueError("the store was used for another text meanwhile; each stream needs a store of its own")
@@ -81,11 +94,10 @@ def generate(
     kv: SequenceStore | None = None,
 ) -> Generation:
     """Generate to the end. The arguments are those of `stream`."""
-    params = params or SamplingParams()
-    ids = prompt_ids(model, tokenizer, prompt)
-    done = list(stream(model, tokenizer, ids, params, kv))
-    at_once = "length" if params.max_tokens == 0 else "context"  # why there is not a single piece
-    return Generation.of(ids, done, params, done[-1].finish_reason if done else at_once)
+    start = time.perf_counter()
+    writer, kv = begin(model, tokenizer, prompt, params, kv)
+    done = list(pieces(model, writer, kv, kv.length, start))
+    return Generation.of(writer.prompt, done, writer.params, writer.finish_reason)
 
 
 def prompt_ids(model: Transformer, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:

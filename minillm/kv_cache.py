@@ -75,6 +75,12 @@ class ContiguousKV:
             raise ValueError(f"cannot truncate a cache of {self.length} tokens to {length}")
         self.length = length
 
+    def first_layers(self, n_layers: int) -> ContiguousKV:
+        """A cache of the first layers in the same memory: what one writes, the other sees. The length is its own."""
+        part = object.__new__(ContiguousKV)
+        part.k, part.v, part.length, part.attention = self.k[:n_layers], self.v[:n_layers], self.length, self.attention
+        return part
+
     def fork(self) -> ContiguousKV:
         """An independent copy of the past, with the same room."""
         copy = object.__new__(ContiguousKV)

@@ -202,7 +202,12 @@ def sample(
     if params.temperature == 0:  # without the way over 0 and 1 for each token of the vocabulary
         return int(with_history(logits, params, prompt, output, end_ids).argmax())
     probabilities = distribution(logits, params, prompt, output, end_ids)
-    return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
+    return draw(probabilities.cpu(), generator)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    """One token. probabilities: [vocab], on the CPU; they need not add up to 1."""
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def new_generator(params: SamplingParams) -> torch.Generator:

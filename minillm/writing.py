@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from minillm.sampling import SamplingParams, new_generator, sample, top_logprobs
+from minillm.sampling import SamplingParams, distribution, new_generator, sample, top_logprobs
 from minillm.stopping import StopStrings
 from minillm.tokenizer import Detokenizer, Tokenizer
 
@@ -76,9 +76,25 @@ class Writer:
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
+    @property
+    def left(self) -> int:
+        """Tokens that may still be written."""
+        return min(self.limit, len(self.prompt) + self.params.max_tokens) - len(self.tokens)
+
     def write(self, logits: Tensor, seconds: float = 0.0) -> Piece:
         """Choose the next token from `logits` [vocab_size] and append it."""
-        token = sample(logits, self.params, self.generator, self.prompt, self.output, self.end_ids)
+        return self.take(self.choose(logits), logits, seconds)
+
+    def choose(self, logits: Tensor, guesses: Sequence[int] = ()) -> int:
+        """Draw the token after the text so far and `guesses` (stage 7: tokens that may follow it)."""
+        return sample(logits, self.params, self.generator, self.prompt, [*self.output, *guesses], self.end_ids)
+
+    def distribution(self, logits: Tensor, guesses: Sequence[int] = ()) -> Tensor:
+        """What `choose` draws from. -> [vocab_size]"""
+        return distribution(logits, self.params, self.prompt, [*self.output, *guesses], self.end_ids)
+
+    def take(self, token: int, logits: Tensor, seconds: float = 0.0) -> Piece:
+        """Append a token that was chosen from `logits`."""
         text = self.append(token)
         chosen, best = None, {}
         if self.params.logprobs is not None:

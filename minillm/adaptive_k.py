@@ -1,0 +1,69 @@
+"""How many guesses pay for this text? Watch how many were right lately, and weigh that against what guesses cost.
+
+Each guess is taken to be accepted with the same probability as the last ones of the text were; then the speed-up of k
+guesses is known (`speculative.speedup`), and the best k is taken. At least one: a text that is never guessed at could
+not show that it has become easier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from minillm.model import KVStore
+from minillm.speculative import Drafter, Proposal, speedup
+from minillm.writing import Writer
+
+
+class AdaptiveK:
+    """A drafter that asks another one, for as many guesses as pay.
+
+    cost_draft: of one guess; cost_verify[i]: of a pass of i + 1 tokens; in units of a plain step. There are at most
+    len(cost_verify) - 1 guesses. start: the acceptance that a new text is taken to have. memory: the weight of what was
+    known before, at each guess that was judged.
+    """
+
+    def __init__(
+        self, drafter: Drafter, cost_draft: float, cost_verify: Sequence[float], start: float = 0.7, memory: float = 0.9
+    ):
+        if cost_draft < 0 or len(cost_verify) < 2 or min(cost_verify) <= 0:
+            raise ValueError("costs must be above 0, with those of passes of 1 and 2 tokens at least")
+        if not (0 <= start <= 1 and 0 <= memory < 1):
+            raise ValueError(f"start and memory must be shares, not {start} and {memory}")
+        self.drafter, self.start, self.memory = drafter, start, memory
+        self.cost_draft, self.cost_verify = cost_draft, list(cost_verify)
+        self.acceptance: WeakKeyDictionary[Writer, float] = WeakKeyDictionary()
+        self.asked: WeakKeyDictionary[Writer, tuple[int, list[int]]] = WeakKeyDictionary()
+
+    def propose(self, writers: Sequence[Writer], counts: Sequence[int]) -> list[Proposal]:
+        for writer in writers:
+            self.learn(writer)
+        fewer = [min(n, self.best_k(writer)) for writer, n in zip(writers, counts, strict=True)]
+        proposals = self.drafter.propose(writers, fewer)
+        for writer, proposal in zip(writers, proposals, strict=True):
+            self.asked[writer] = (len(writer.tokens), proposal.ids)
+        return proposals
+
+    def best_k(self, writer: Writer) -> int:
+        alpha, most = self.acceptance.get(writer, self.start), len(self.cost_verify) - 1
+        return max(range(1, most + 1), key=lambda k: speedup(alpha, k, self.cost_draft, self.cost_verify[k]))
+
+    def learn(self, writer: Writer) -> None:
+        """Compare the last guesses with what was written. Those behind a wrong one were not judged."""
+        length, guesses = self.asked.pop(writer, (0, []))
+        for guess, token in zip(guesses, writer.tokens[length:], strict=False):
+            before = self.acceptance.get(writer, self.start)
+            self.acceptance[writer] = self.memory * before + (1 - self.memory) * (guess == token)
+            if guess != token:
+                return
+
+    def begin(self, writer: Writer, kv: KVStore) -> None:
+        self.drafter.begin(writer, kv)
+
+    def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
+        self.drafter.observe(writer, start, hidden)
+
+    def release(self, writer: Writer) -> None:
+        self.drafter.release(writer)

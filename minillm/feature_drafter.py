@@ -1,0 +1,142 @@
+"""A drafter of one layer that reads the model's mind: it guesses the next hidden row, not only the next token.
+
+The model's last hidden row says much about more than one token to come. `FeatureModel` takes that row together with the
+embedding of the token that was then chosen, and predicts the next hidden row; the model's own head turns it into
+logits. Its own predictions are its next input, so it can go on guessing. One layer, and a head that keeps the frequent
+tokens only: guesses cost little, and what is never guessed is simply never accepted.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3.1; the short head:
+Zhao et al., "FR-Spec" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from minillm.config import ModelConfig
+from minillm.drafters import Guesses, Together
+from minillm.kv_cache import ContiguousKV
+from minillm.linear import Linear
+from minillm.model import Block, KVStore, RMSNorm, Rope, Transformer
+from minillm.speculative import Proposal
+from minillm.writing import Writer
+
+
+class FeatureModel(nn.Module):
+    """(hidden row of token t, embedding of token t + 1) -> hidden row of token t + 1, with one decoder layer.
+
+    vocabulary: [short] the ids of the tokens that it may guess.
+    """
+
+    def __init__(self, config: ModelConfig, vocabulary: Tensor, **kwargs):
+        super().__init__()
+        self.config = replace(config, n_layers=1)
+        self.hidden_norm = RMSNorm(config.d_model, config.norm_eps, **kwargs)
+        self.embedding_norm = RMSNorm(config.d_model, config.norm_eps, **kwargs)
+        self.join = Linear(2 * config.d_model, config.d_model, bias=False, **kwargs)
+        self.block = Block(config, **kwargs)
+        self.norm = RMSNorm(config.d_model, config.norm_eps, **kwargs)
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
+        self.register_buffer("vocabulary", vocabulary)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, positions: Tensor, kv: KVStore) -> Tensor:
+        """hidden, embedded: [T, d_model]; positions: [T], of the hidden rows. -> [T, d_model]"""
+        x = self.join(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embedded)], dim=-1))
+        x = self.block(x, self.rope(positions, x.dtype), partial(kv.attend, 0))
+        return self.norm(x)
+
+
+class Memory:
+    """What is known of one text: the layer's cache of the tokens from `start` on, and `pending`, the model's hidden
+    rows of the tokens behind those."""
+
+    def __init__(self, kv: ContiguousKV, start: int, hidden: Tensor):
+        self.kv, self.start, self.pending = kv, start, hidden
+
+    @property
+    def cached(self) -> int:
+        """The text's tokens that the cache ends with."""
+        return self.start + self.kv.length
+
+    @property
+    def known(self) -> int:
+        return self.cached + len(self.pending)
+
+
+class FeatureDrafter:
+    """Guesses with a trained `FeatureModel`. It sees the rows that `observe` gives, and guesses on top of them."""
+
+    def __init__(self, model: Transformer, features: FeatureModel):
+        if features.config.d_model != model.config.d_model:
+            raise ValueError(
+                f"the drafter is made for hidden rows of {features.config.d_model} numbers, the model's have "
+                f"{model.config.d_model}"
+            )
+        self.model, self.features = model, features
+        rows = nn.Parameter(model.head.weight[features.vocabulary].detach(), requires_grad=False)
+        self.head = Linear(*rows.shape[::-1], weight=rows)
+        self.memories: WeakKeyDictionary[Writer, Memory] = WeakKeyDictionary()
+
+    def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
+        """After a gap (tokens found in a shared cache) or a step back (a preemption) it begins anew from there."""
+        memory = self.memories.get(writer)
+        if memory is not None and memory.known == start:
+            memory.pending = torch.cat([memory.pending, hidden])
+        else:
+            kv = ContiguousKV(self.features.config, max(1, writer.limit - start), self.model.dtype, self.model.device)
+            self.memories[writer] = Memory(kv, start, hidden)
+
+    @torch.inference_mode()
+    def propose(self, writers: Sequence[Writer], counts: Sequence[int]) -> list[Proposal]:
+        drafts = [Guesses(w, n if self.ready(w) else 0) for w, n in zip(writers, counts, strict=True)]
+        at_work = [draft for draft in drafts if draft.count > 0]
+        memories = [self.memories[draft.writer] for draft in at_work]
+        rows = [memory.pending for memory in memories]
+        certain = [memory.kv.length + len(memory.pending) for memory in memories]
+        while at_work:
+            predicted = self.feed(at_work, rows)
+            for draft, logits in zip(at_work, self.logits(predicted), strict=True):
+                draft.add(logits)
+            going_on = [i for i, draft in enumerate(at_work) if len(draft.ids) < draft.count]
+            at_work, rows = [at_work[i] for i in going_on], [predicted[i : i + 1] for i in going_on]
+        for memory, length in zip(memories, certain, strict=True):  # predicted rows are no part of the past
+            memory.kv.truncate(length)
+            memory.pending = memory.pending[:0]
+        return [draft.proposal for draft in drafts]
+
+    def feed(self, drafts: Sequence[Guesses], rows: Sequence[Tensor]) -> Tensor:
+        """Take hidden rows in, each with the token that follows it. -> the next hidden row of each text, predicted"""
+        memories = [self.memories[draft.writer] for draft in drafts]
+        counts, device = [len(r) for r in rows], self.model.device
+        texts = [draft.writer.tokens + draft.ids for draft in drafts]
+        following = [t[m.cached + 1 : m.cached + 1 + n] for t, m, n in zip(texts, memories, counts, strict=True)]
+        embedded = self.model.embed(torch.tensor([i for ids in following for i in ids], device=device))
+        positions = [torch.arange(m.cached, m.cached + n, device=device) for m, n in zip(memories, counts, strict=True)]
+        store = Together([memory.kv for memory in memories], counts)
+        predicted = self.features(torch.cat(list(rows)), embedded, torch.cat(positions), store)
+        for memory, n in zip(memories, counts, strict=True):
+            memory.kv.commit(n)
+        return predicted[torch.tensor(counts, device=device).cumsum(0) - 1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [texts, d_model] -> [texts, vocab_size], -inf for tokens that are never guessed"""
+        logits = self.head(hidden).float()
+        nothing = logits.new_full((len(hidden), self.model.config.vocab_size), -torch.inf)
+        return nothing.index_copy_(1, self.features.vocabulary.long(), logits)
+
+    def ready(self, writer: Writer) -> bool:
+        """Whether it has seen the rows of all tokens but the last, and not guessed from them yet."""
+        memory = self.memories.get(writer)
+        return memory is not None and len(memory.pending) > 0 and memory.known == len(writer.tokens) - 1
+
+    def begin(self, writer: Writer, kv: KVStore) -> None:
+        """It has a cache of its own."""
+
+    def release(self, writer: Writer) -> None:
+        self.memories.pop(writer, None)
