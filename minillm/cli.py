@@ -66,6 +66,10 @@ def build_parser() -> argparse.ArgumentParser:
     peers.add_argument("--json", metavar="FILE", help="write the result as JSON")
     peers.set_defaults(run=commands.peers)
     add_serving(benches)
+    guessing = benches.add_parser("speculative", help="speculative sampling: when does it pay?")
+    guessing.add_argument("--quick", action="store_true", help="short texts, one run of each")
+    guessing.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    guessing.set_defaults(run=commands.speculative)
 
     command = subparsers.add_parser(
         "check", help="run the checks of an exercise notebook, for example: minillm check 02"

@@ -622,11 +622,11 @@ def test_ladder_writes_tables_json_and_a_picture(tiny_workload, tmp_path, capsys
     lines = [line for line in out.splitlines() if line]
     assert lines[0] == "One request: 5 tokens in, 4 out; 1 runs."
     assert lines[1].startswith("stage") and set(lines[2]) <= set("- ")
-    assert lines[6].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
-    rungs = ["naive", "kv_cache", "tiled", "one_by_one", "static", "paged", "continuous"]
-    for line, stage in zip(lines[3:6] + lines[9:13], rungs, strict=True):
+    assert lines[7].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
+    rungs = ["naive", "kv_cache", "tiled", "speculative", "one_by_one", "static", "paged", "continuous"]
+    for line, stage in zip(lines[3:7] + lines[10:14], rungs, strict=True):
         assert line.startswith(stage) and line.endswith("yes")
-    caption = " ".join(lines[13:])
+    caption = " ".join(lines[14:])
     assert "Chip, 4 cores" in caption and "20.0 GB/s, 50 GFLOP/s" in caption
     assert "Traceback" not in err and "busy" not in err
 
@@ -727,3 +727,22 @@ def test_a_trace_with_a_bad_line_is_refused_by_its_number(tmp_path, capsys, neve
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"at": 0, "prompt_tokens": 3, "max_tokens": 2}\n{"at": 1}\n')
     assert_one_sentence(run("bench", "serving", "--trace", str(trace)), *capsys.readouterr(), "line 2: expected")
+
+
+def test_bench_speculative_prints_the_table_and_writes_json(monkeypatch, tmp_path, capsys):
+    from minillm.lab.speculative_bench import Line
+
+    line = Line("n-gram", "prose", 0.0, 3, 1, 0.5, 1.9, 1.5, 1.4, 1.6, (1.5, 1.7))
+    asked = []
+    monkeypatch.setattr("minillm.checkpoint.load", lambda **options: (None, None))
+    monkeypatch.setattr("minillm.lab.speculative_bench.drafters", lambda model: {})
+    monkeypatch.setattr(
+        "minillm.lab.speculative_bench.sweep",
+        lambda model, tokenizer, drafters, quick: asked.append(quick) or [line],
+    )
+    file = tmp_path / "result.json"
+    assert run("bench", "speculative", "--quick", "--json", str(file)) == 0
+    out = capsys.readouterr().out
+    assert asked == [True] and "n-gram" in out and "off by 6% in the median" in out
+    assert json.loads(file.read_text())["results"][0]["speedup"] == 1.6
+    assert run("bench", "speculative", "--json", str(tmp_path / "nowhere" / "x.json")) == 1 and len(asked) == 1

@@ -78,7 +78,8 @@ def test_an_unknown_workload_is_an_error_that_names_its_file():
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_workload_of_the_package_can_be_read(smollm2, quick):
     names = {file.name for file in (resources.files("minillm.lab") / "workloads").iterdir()}
-    assert names == {"story.json", "requests.json", "lengths.json"}  # the last holds lengths only (kv_memory.py)
+    others = {"lengths.json", "speculative.json"}  # lengths only (kv_memory.py), and prompts (speculative_bench.py)
+    assert names == {"story.json", "requests.json"} | others
     story, many = read_workload("story", smollm2[1], quick), read_requests("requests", smollm2[1], quick)
     assert (story.name, many.name) == ("story", "requests")
     assert story.prompt and story.new_tokens > 1 and story.repeats > 0 and many.repeats > 0
