@@ -12,7 +12,6 @@ engine any that is 0.15 away, with a probability of at least 0.97, whatever its 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import islice, product
@@ -25,39 +24,11 @@ from torch import Tensor
 from minillm import speculative
 from minillm.drafters import LayerSkipDrafter, ModelDrafter, NgramDrafter
 from minillm.engine import Engine
+from minillm.lab.checks.ch07.all_ways import Tree
 from minillm.model import NoCache
 from minillm.sampling import SamplingParams, distribution
 from minillm.speculative import Proposal, judge, one_hot, residual
 from minillm.writing import Writer
-
-
-class Tree:
-    """All ways through a random process."""
-
-    def __init__(self):
-        self.path: list[list[int]] = []  # of each decision: the way taken, and how many there are
-
-    def ways(self, run: Callable[[], object]) -> Iterator[tuple[object, float]]:
-        """(result, probability) of every way."""
-        while True:
-            self.depth, self.weight = 0, 1.0
-            result = run()
-            yield result, self.weight
-            while self.path and self.path[-1][0] == self.path[-1][1] - 1:
-                self.path.pop()
-            if not self.path:
-                return
-            self.path[-1][0] += 1
-
-    def decide(self, probabilities: list[float]) -> int:
-        """Take one of the ways that have a probability above 0."""
-        possible = [i for i, p in enumerate(probabilities) if p > 0]
-        if self.depth == len(self.path):
-            self.path.append([0, len(possible)])
-        way = possible[self.path[self.depth][0]]
-        self.depth += 1
-        self.weight *= probabilities[way]
-        return way
 
 
 class Uniform:
