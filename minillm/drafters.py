@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.blocks import require_counts
+from minillm.chat import common_prefix
 from minillm.kv_cache import ContiguousKV
 from minillm.model import KVStore, Transformer
 from minillm.sampling import draw
@@ -91,8 +92,7 @@ class Cache:
 
     def rewind(self, tokens: list[int]) -> None:
         """Forget what is not the beginning of `tokens`, and always the last of them: it gives the first guess."""
-        both = zip(self.tokens, tokens[:-1], strict=False)
-        same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(self.tokens), len(tokens) - 1))
+        same = common_prefix(self.tokens, tokens[:-1])
         self.kv.truncate(same)
         del self.tokens[same:]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -44,3 +46,12 @@ def tiny() -> Transformer:
 def smollm2():
     """(model, tokenizer): the real default model in float32."""
     return minillm.load(device="cpu")
+
+
+def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
+    """The module with one place of its source changed."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} is not in the source once: this mutant needs a new home"
+    changed = ModuleType(module.__name__)
+    exec(compile(source.replace(old, new), "a planted mistake", "exec"), changed.__dict__)
+    return changed

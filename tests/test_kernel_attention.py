@@ -9,7 +9,6 @@ rejected.
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import random
 import subprocess
@@ -18,14 +17,14 @@ from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-from conftest import TINY, random_model
+from conftest import TINY, mutant, random_model
 from torch import Tensor
 
 import minillm
@@ -422,18 +421,9 @@ MUTANTS = {
 }
 
 
-def mutant(old: str, new: str) -> ModuleType:
-    """The module with one place of its source changed."""
-    source = inspect.getsource(kernel_attention)
-    assert source.count(old) == 1, f"{old!r} is not in the source once: this mutant needs a new home"
-    module = ModuleType(kernel_attention.__name__)
-    exec(compile(source.replace(old, new), "a planted mistake", "exec"), module.__dict__)
-    return module
-
-
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_property_rejects_a_planted_mistake(name, monkeypatch, interpreted):
-    monkeypatch.setattr(paged_kv, "KernelView", mutant(*MUTANTS[name]).KernelView)
+    monkeypatch.setattr(paged_kv, "KernelView", mutant(kernel_attention, *MUTANTS[name]).KernelView)
     with pytest.raises(AssertionError, match="off by"):
         if "longest" in name:  # else one tile is enough for all
             check_long_pasts()

@@ -7,14 +7,13 @@ must be rejected. What an operator takes for itself and gives back before it ret
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections import Counter
 from types import ModuleType
 
 import pytest
 import torch
-from conftest import TINY, random_model
+from conftest import TINY, mutant, random_model
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,17 +158,8 @@ MUTANTS = {
 }
 
 
-def mutant(old: str, new: str) -> ModuleType:
-    """The module with one place of its source changed."""
-    source = inspect.getsource(real)
-    assert source.count(old) == 1, f"{old!r} is not in the source once: this mutant needs a new home"
-    module = ModuleType(real.__name__)
-    exec(compile(source.replace(old, new), "a planted mistake", "exec"), module.__dict__)
-    return module
-
-
 def test_the_source_as_it_is_passes():
-    module = mutant("self.top = top", "self.top = top")
+    module = mutant(real, "self.top = top", "self.top = top")
     assert module.tiled_attention is not tiled_attention
     check_tiles(module)
     check_order(module)
@@ -177,7 +167,7 @@ def test_the_source_as_it_is_passes():
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_properties_reject_a_planted_mistake(name):
-    module = mutant(*MUTANTS[name])
+    module = mutant(real, *MUTANTS[name])
     with pytest.raises(AssertionError, match="off by"):
         if "seen nothing" in name:  # key 0 comes first and all rows see it: only another order shows this one
             check_order(module)
@@ -268,7 +258,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_a_version_that_materialises_is_noticed(name):
-    module = mutant(*KEEPING[name])
+    module = mutant(real, *KEEPING[name])
     q, k, v = draw(random.Random(0), 20, 20)
     require_equal(module.tiled_attention(q, k, v, 6, 6), q, k, v)  # right, and too large
     with pytest.raises(AssertionError, match="grows"):

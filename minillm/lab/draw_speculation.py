@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from minillm import speculative
+from minillm.chat import common_prefix
 from minillm.lab.draw_sampling import bars, readable
 from minillm.lab.plots import BLUE, GREEN, GREY, INK, KINDS, PURPLE, RED, Picture, cell, edge, picture, plain
 from minillm.model import SequenceStore, Transformer
@@ -84,7 +85,7 @@ def turns(
     told = [Turn((), 0, tokenizer.piece(token)) for token in tokens[start : starts[0] if starts else len(tokens)]]
     for (at, ids), (end, _) in pairwise([*proposals, (len(tokens), [])]):
         new = tokens[at:end]
-        same = next((i for i, (a, b) in enumerate(zip(ids, new, strict=False)) if a != b), min(len(ids), len(new)))
+        same = common_prefix(ids, new)
         own = [tokenizer.piece(token) for token in new[same:]] or [None]
         told.append(Turn(tuple(map(tokenizer.piece, ids)), same, own[0]))
         told += [Turn((), 0, text) for text in own[1:]]

@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minillm import speculative
+from minillm.chat import common_prefix
 from minillm.drafters import LayerSkipDrafter, NgramDrafter, Together
 from minillm.engine import Engine
 from minillm.generation import stream
@@ -79,7 +80,7 @@ class Watched:
         if ids is None:
             return
         new = writer.tokens[length:]
-        same = next((i for i, (a, b) in enumerate(zip(ids, new, strict=False)) if a != b), min(len(ids), len(new)))
+        same = common_prefix(ids, new)
         self.rounds.append(Round(len(ids), same, len(new)))
 
     @property
