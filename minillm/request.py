@@ -37,9 +37,14 @@ class Request:
         return len(self.tokens) + len(self.draft) - self.num_computed
 
     @property
+    def decided(self) -> int:
+        """Those of the wanted tokens that are no guesses."""
+        return len(self.tokens) - self.num_computed
+
+    @property
     def wants_one(self) -> bool:
         """Whether all but the last token is computed: it is decoding."""
-        return len(self.tokens) - self.num_computed == 1
+        return self.decided == 1
 
     @property
     def order(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ are the same thing in different numbers, and one step mixes them (chunked prefil
 * First come, first served; a higher `priority` comes first. A waiting request pushes nobody out.
 * A step computes at most `max_num_batched_tokens` tokens. Each running text that only wants its next token gets it
   before a long prompt takes the rest, as long as the budget has a token for each.
+* Guesses get what is left of the budget when every decided token has its place, those of the next who waits too.
 * When blocks run out, guesses are given up first; then the request of lowest priority, of these the newest, loses its
   blocks and waits. It keeps its tokens, and is computed again later as if they were a prompt (recomputation).
   The first in order never loses to anyone, so somebody always gets on.
@@ -74,6 +75,7 @@ class Scheduler:
         preempted = self.met["preemptions"]
         for request in self.running:  # where a step was interrupted before its rows chose their tokens: once more
             request.num_computed = min(request.num_computed, len(request.tokens) - 1)
+        self.cut_guesses(now)
         for request in list(self.running):
             if request not in self.running or left == 0:  # it was preempted for one before it
                 continue
@@ -81,6 +83,16 @@ class Scheduler:
         if self.met["preemptions"] == preempted:  # else there is no room for anybody
             self.admit(left, spans, now)
         return Step(spans, tuple(self.copies))
+
+    def cut_guesses(self, now: float) -> None:
+        if not any(request.draft for request in self.running):
+            return
+        left = self.max_num_batched_tokens - sum(request.decided for request in self.running)
+        if self.found_for_next(now) is not None:
+            left -= self.waiting[0].wanted
+        for request in self.running:
+            request.draft = request.draft[: max(0, left)]
+            left -= len(request.draft)
 
     def go_on(self, request: Request, left: int, spans: list[Span]) -> int:
         """Give a running request its tokens of this step; preempt until it has the blocks. -> tokens taken"""
@@ -100,21 +112,23 @@ class Scheduler:
     def share_of(self, request: Request, left: int) -> int:
         """How many tokens it may compute. Those behind it that want a single one are thought of."""
         behind = self.running[self.running.index(request) + 1 :]
-        count = min(request.wanted, max(1, left - sum(other.wants_one for other in behind)))
-        known = len(request.tokens) - request.num_computed
-        request.draft = request.draft[: max(0, count - known)]  # no budget to verify more
-        return count
+        return min(request.wanted, max(1, left - sum(other.wants_one for other in behind)))
+
+    def found_for_next(self, now: float) -> list[int] | None:
+        """The blocks with the beginning of the next text that waits; None if it may not join, or nobody waits."""
+        if not self.waiting or len(self.running) >= self.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        found = self.blocks.find(request.tokens)
+        revived = sum(self.blocks.references[block] == 0 for block in found)
+        fresh = self.blocks.blocks_for(len(request.tokens)) - len(found)
+        fits = fresh + revived <= self.blocks.available
+        return found if fits and self.policy.may_join(request, self, now) else None
 
     def admit(self, left: int, spans: list[Span], now: float) -> None:
         """Let the first of those who wait join, while there is room for all the tokens they have."""
-        while self.waiting and len(self.running) < self.max_num_seqs and left:
-            request = self.waiting[0]
-            found = self.blocks.find(request.tokens)
-            revived = sum(self.blocks.references[block] == 0 for block in found)
-            fresh = self.blocks.blocks_for(len(request.tokens)) - len(found)
-            if fresh + revived > self.blocks.available or not self.policy.may_join(request, self, now):
-                break
-            self.waiting.pop(0)
+        while left and (found := self.found_for_next(now)) is not None:
+            request = self.waiting.pop(0)
             for block in found:
                 self.blocks.share(block)
             request.block_table = found

@@ -423,7 +423,7 @@ SLOTS = "a row read the wrong slots"
 MUTANTS = {
     "share does not count": (share_does_not_count, "references differ"),
     "take counts two": (take_counts_two, "references differ"),
-    "take keeps the old mapping": (take_keeps_the_old_mapping, "two accounts of content"),
+    "take keeps the old mapping": (take_keeps_the_old_mapping, "two accounts of content|known for another text"),
     "a prefix is its own tokens only": (prefix_is_its_own_tokens_only, SLOTS),
     "equality trusts a weak hash": (equality_trusts_a_weak_hash, SLOTS),
     "equality forgets the parent": (equality_forgets_the_parent, SLOTS),
@@ -438,7 +438,7 @@ MUTANTS = {
     "a preempted text loses its last token": (a_preempted_text_loses_its_last_token, "a text lost a token"),
     "guesses count as computed": (guesses_count_as_computed, "the account of what is computed is wrong"),
     "the budget is ignored": (ignored("max_num_batched_tokens", "schedule"), "more tokens than its budget"),
-    "max_num_seqs is ignored on admission": (ignored("max_num_seqs", "admit"), "than max_num_seqs"),
+    "max_num_seqs is ignored on admission": (ignored("max_num_seqs", "found_for_next"), "than max_num_seqs"),
     "max_num_seqs is ignored by samples": (ignored("max_num_seqs", "fork"), "than max_num_seqs"),
     "the pool is ignored": (the_pool_is_ignored, "blocks are in use"),
     "a copy is not counted as a block": (the_copy_is_not_counted_as_a_block, "blocks are in use"),

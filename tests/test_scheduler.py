@@ -7,6 +7,7 @@ from collections import deque
 import pytest
 
 from minillm.blocks import BlockPool
+from minillm.policies import Static
 from minillm.request import Request, Step
 from minillm.scheduler import Scheduler
 
@@ -575,3 +576,33 @@ def test_guesses_in_front_leave_the_texts_behind_their_one_token():
     rs[0].draft = [1, 2, 3]
     assert [(span.request, span.count) for span in s.schedule().spans] == [(rs[0], 2), (rs[1], 1), (rs[2], 1)]
     assert rs[0].draft == [1]
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(1, [2, 1]), (2, [2, 0]), (3, [1, 0]), (5, [0, 0])])
+def test_guesses_leave_their_room_to_a_prompt_that_waits(tokens, kept):
+    """Else they would fill a tight budget at every step, and the prompt would wait until a text is done."""
+    s = scheduler(max_num_batched_tokens=6)
+    rs = [request(3) for _ in range(2)]
+    for r in rs:
+        s.add(r)
+    while not all(r.wants_one for r in rs):
+        play(s)
+    for r in rs:
+        r.draft = [1, 2]
+    late = request(tokens)
+    s.add(late)
+    assert spans(s.schedule())[-1] == (late, 0, min(tokens, 4))
+    assert [len(r.draft) for r in rs] == kept
+
+
+def test_guesses_stay_when_the_prompt_that_waits_could_not_join():
+    for keep_out in ({"max_num_seqs": 1}, {"n_blocks": 4, "block_size": 2}, {"policy": Static()}):
+        s = scheduler(max_num_batched_tokens=4, **keep_out)
+        a, late = request(3, more=3), request(5, more=4)
+        s.add(a)
+        while not a.wants_one:
+            play(s)
+        s.add(late)
+        a.draft = [1, 2]
+        assert spans(s.schedule()) == [(a, 3, 3)], keep_out
+        assert a.draft == [1, 2]
