@@ -6,6 +6,8 @@
     flash_attention.py   prefill: many query rows
     paged_attention.py   decode: few query rows, the past split among programs
     store_kv.py          new keys and values into their slots
+    nibbles.py           packed 4-bit weights on their way into registers
+    w4a16.py             a linear layer that reads them: one row, and tiles of rows
     aot.py               what the compiler makes of them, without a GPU
     bench.py             how fast they are, with one
 

@@ -3,8 +3,9 @@
 The interpreter shows that a kernel computes the right numbers. It accepts what a compiler refuses, and knows nothing of
 registers. This needs no GPU either: Triton's compilers and NVIDIA's assembler come with the package. The table says for
 each kernel, model and target: registers of a thread, what was spilled from them into memory, shared memory, matrix
-instructions (mma, wgmma, mfma: the tensor cores), and the widest load from global memory. A kernel that does not
-compile, spills, loads in narrow pieces, or should use the tensor cores and does not, ends in status 1.
+instructions (mma, wgmma, mfma: the tensor cores), and the widest load from global memory; where weights are packed,
+that of theirs if it is narrower. A kernel that does not compile, spills, loads in narrow pieces, or should use the
+tensor cores and does not, ends in status 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: an interpreted kernel cannot be compiled
@@ -29,7 +30,8 @@ from tabulate import tabulate
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from kernels import flash_attention, paged_attention, rmsnorm, store_kv
+from kernels import flash_attention, paged_attention, rmsnorm, store_kv, w4a16
+from kernels.nibbles import PIECE
 from kernels.online_softmax import padded, precision
 
 TARGETS = {
@@ -38,8 +40,10 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),  # MI300
 }
 INTEGERS = ("tables_ptr", "cu_seqlens_ptr", "lengths_ptr", "slots_ptr")
+PACKED = ("codes_ptr",)  # 8 codes in a word
+GRID = ("scale_ptr", "minimum_ptr")  # of packed weights, in float16
 FLOATS = ("scale", "eps")
-SCRATCH = ("acc_ptr", "top_ptr", "total_ptr")
+SCRATCH = ("acc_ptr", "top_ptr", "total_ptr", "parts_ptr")
 BLOCK_SIZE = 16
 WIDE = 16  # bytes that a thread can load at once
 VERIFIED = 5  # query rows a request, when four guesses are verified
@@ -47,25 +51,29 @@ VERIFIED = 5  # query rows a request, when four guesses are verified
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes that kernels are compiled for."""
+    """The sizes that kernels are compiled for. group: weights that share a scale, another of the usual for each."""
 
     name: str
     d_model: int
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    group: int
 
 
 MODELS = (
-    Model("SmolLM2-135M", 576, 9, 3, 64),
-    Model("Llama-2-7B", 4096, 32, 32, 128),
-    Model("Llama-3-70B", 8192, 64, 8, 128),
+    Model("SmolLM2-135M", 576, 9, 3, 64, 32),
+    Model("Llama-2-7B", 4096, 32, 32, 128, 64),
+    Model("Llama-3-70B", 8192, 64, 8, 128, 128),
 )
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A kernel to compile as its wrapper would. scratch: its pointers to float32. wide: bytes of a load."""
+    """A kernel to compile as its wrapper would. scratch: its pointers to float32. wide: bytes of a load.
+
+    sizes: what whole numbers will be, where not all strides are multiples of 16: the compiler is told which are.
+    """
 
     name: str
     kernel: triton.JITFunction
@@ -75,9 +83,10 @@ class Spec:
     tensor_cores: bool = False
     wide: int = WIDE
     dtype: str = "bf16"
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def source(self) -> ASTSource:
-        """Types for all arguments. Addresses, strides and n_columns are multiples of 16, as in these models."""
+        """Types for all arguments. Addresses, strides and n_columns are multiples of 16, where `sizes` is silent."""
         signature, attributes = {}, {}
         for i, argument in enumerate(self.kernel.arg_names):
             if argument in self.constants:
@@ -86,13 +95,18 @@ class Spec:
                 signature[argument] = "*" + self.pointee(argument)
             else:
                 signature[argument] = "fp32" if argument in FLOATS else "i32"
-            if argument.endswith("_ptr") or argument.startswith("stride") or argument == "n_columns":
+            even = argument.endswith("_ptr") or argument.startswith("stride") or argument == "n_columns"
+            if self.sizes.get(argument, 0 if even else 1) % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature=signature, constexprs=self.constants, attrs=attributes)
 
     def pointee(self, argument: str) -> str:
         if argument in INTEGERS:
             return "i32"
+        if argument in PACKED:
+            return "u32"
+        if argument in GRID:
+            return "fp16"
         return "fp32" if argument in self.scratch else self.dtype
 
 
@@ -119,6 +133,10 @@ def specs(model: Model, target: str) -> Iterator[Spec]:
     yield Spec(
         "paged_attention, merge", paged_attention.merge_kernel, constants, paged_attention.MERGE_OPTIONS, SCRATCH
     )
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from w4a16_specs(model, target, dtype)
+    constants = {"BLOCK_N": w4a16.MERGE_COLUMNS, "SPLITS": w4a16.MAX_SPLITS, "HAS_BIAS": True}
+    yield Spec("w4a16, merge", w4a16.merge_kernel, constants, w4a16.MERGE_OPTIONS, SCRATCH)
 
 
 def attention_specs(model: Model, target: str, dtype: torch.dtype) -> Iterator[Spec]:
@@ -146,6 +164,24 @@ def attention_specs(model: Model, target: str, dtype: torch.dtype) -> Iterator[S
             yield Spec(name, paged_attention.split_kernel, constants, options, SCRATCH, **sort)
 
 
+def w4a16_specs(model: Model, target: str, dtype: torch.dtype) -> Iterator[Spec]:
+    """d_model x d_model weights, and x of one row and of more."""
+    half = dtype != torch.float32
+    suffix = "" if half else ", float32"
+    sizes = {"stride_codes": model.d_model // PIECE.value, "n_pieces": model.d_model // PIECE.value}
+    sizes |= {"stride_scale": model.d_model // model.group, "stride_minimum": model.d_model // model.group}
+    sort = {"dtype": "bf16" if half else "fp32", "sizes": sizes}
+    columns, k = w4a16.SKINNY
+    constants = {"GROUP": model.group, "HAS_BIAS": True}
+    block = {"BLOCK_N": columns, "BLOCK_K": k, "STAGES": w4a16.SKINNY_STAGES}
+    yield Spec(f"w4a16, 1 row{suffix}", w4a16.skinny_kernel, constants | block, w4a16.SKINNY_OPTIONS, **sort)
+    for choice in dict.fromkeys(w4a16.blocks(rows, dtype, target) for rows in (16, 64, 128)):
+        block = {"BLOCK_M": choice.rows, "BLOCK_N": choice.columns, "BLOCK_K": choice.k, "PRECISION": precision(dtype)}
+        options = {"num_warps": choice.warps, "num_stages": choice.stages}
+        name = f"w4a16 {choice.rows}x{choice.columns}{suffix}"
+        yield Spec(name, w4a16.tile_kernel, constants | block, options, tensor_cores=half, **sort)
+
+
 @dataclass(frozen=True)
 class Finding:
     """What the compiler made of a kernel. spills: bytes of a thread's stack on CUDA, registers on AMD."""
@@ -168,7 +204,22 @@ class Finding:
 def examine(spec: Spec, target: str) -> Finding:
     """Compile for a target, and read the result. Raises whatever the compiler raises."""
     compiled = triton.compile(spec.source(), target=TARGETS[target], options=spec.options)
-    return read_cuda(compiled) if "cubin" in compiled.asm else read_amd(compiled)
+    finding = read_cuda(compiled) if "cubin" in compiled.asm else read_amd(compiled)
+    if not set(PACKED) & set(spec.kernel.arg_names):
+        return finding
+    return replace(finding, widest_load=min(finding.widest_load, packed_load(compiled.asm["ttgir"])))
+
+
+def packed_load(ttgir: str) -> int:
+    """Bytes of packed weights that lie side by side in a thread, where they are loaded: Triton's layout says so.
+
+    In the final instructions a load of weights looks like one of x. `ttgir`: Triton's own language, after its passes.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[([\d, ]+)\]", ttgir, re.MULTILINE))
+    loads = re.findall(r"= (?:tt\.load|ttg\.async_copy_global_to_local) .*?: tensor<\w+x!tt\.ptr<i32>, (#\w+)>", ttgir)
+    if not loads:
+        raise ValueError("no load of packed weights is in Triton's output: this Triton writes it in another way")
+    return min(4 * int(layouts[layout].split(",")[-1]) for layout in loads)
 
 
 def read_cuda(compiled: CompiledKernel) -> Finding:

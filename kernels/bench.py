@@ -22,10 +22,10 @@ import torch
 import triton
 from tabulate import tabulate
 
-from kernels.cases import CHECKS, TIMED, Attention, RMSNorm, StoreKV
+from kernels.cases import CHECKS, TIMED, W4A16, Attention, RMSNorm, StoreKV
 from kernels.checks import INTERPRETED
 
-Case = RMSNorm | StoreKV | Attention
+Case = RMSNorm | StoreKV | Attention | W4A16
 DTYPE = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # absolute, for results of order one
 

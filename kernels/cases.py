@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from kernels import flash_attention, paged_attention, rmsnorm, store_kv
+from kernels import flash_attention, paged_attention, rmsnorm, store_kv, w4a16
 
 EPS = 1e-5
 
@@ -177,6 +177,47 @@ class Attention:
         return {f"SDPA {backend.name.lower()}": partial(run, backend) for backend in backends}
 
 
+@dataclass(frozen=True)
+class W4A16:
+    """x [rows, k], and packed weights [columns, k] with float16 scales and minima."""
+
+    rows: int
+    columns: int
+    k: int
+    group: int = 128
+    bias: bool = False
+    kernel = "w4a16"
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
+        return f"{rows}, {self.columns} x {self.k}, groups of {self.group}" + (", bias" if self.bias else "")
+
+    def bytes(self, itemsize: int) -> int:
+        return w4a16.bytes_moved(self.rows, self.columns, self.k, self.group, itemsize)
+
+    def flops(self) -> int:
+        return w4a16.flops(self.rows, self.columns, self.k)
+
+    def build(self, device: str, dtype: torch.dtype) -> Built:
+        """Results of order one. The peer has the same weights expanded, at four times the bytes."""
+        normal = partial(random_normal, device=device)
+        generator = torch.Generator(device).manual_seed(1)
+        shape = (self.columns, self.k // 2)
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator, device=device)
+        groups = normal(self.columns, self.k // self.group, dtype=torch.float32, seed=2)
+        scale = (0.2 + 0.05 * groups).abs() / self.k**0.5
+        scale, minimum = scale.half(), (-7.5 * scale).half()
+        x = normal(self.rows, self.k, dtype=dtype)
+        bias = normal(self.columns, dtype=dtype, seed=3) if self.bias else None
+        weights = codes, scale, minimum, bias
+        expanded = w4a16.expanded(codes, scale, minimum, torch.float32).to(dtype)
+        return Built(
+            lambda: w4a16.linear(x, *weights),
+            lambda: w4a16.reference(x, *weights),
+            {"F.linear, weights expanded": lambda: F.linear(x, expanded, bias)},
+        )
+
+
 def random_normal(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).to(dtype)
@@ -196,6 +237,9 @@ CHECKS = (
     Attention((20, 1), (20, 17), 4, 4, 80),
     Attention((5, 5), (5, 40), 9, 3, 128, decode=True),
     Attention((1, 1, 1), (1, 17, 130), 9, 3, 64, decode=True),
+    W4A16(1, 70, 320, 32, bias=True),
+    W4A16(5, 70, 192, 64),
+    W4A16(17, 130, 128, bias=True),
 )
 
 # Large: far beyond any cache of a GPU, or long enough to keep it busy.
@@ -214,4 +258,12 @@ TIMED = (
     equal(64, 1, 4096, 32, 32, 128, decode=True),
     equal(64, 5, 8192, 64, 8, 128, decode=True),
     equal(256, 1, 2048, 9, 3, 64, decode=True),
+    W4A16(1, 4096, 14336),
+    W4A16(1, 14336, 4096, 32),
+    W4A16(1, 28672, 8192),
+    W4A16(4, 4096, 14336),
+    W4A16(16, 4096, 14336),
+    W4A16(64, 4096, 14336),
+    W4A16(512, 4096, 14336),
+    W4A16(4096, 4096, 14336),
 )

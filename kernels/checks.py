@@ -71,6 +71,26 @@ def require_pool(keys: Tensor, values: Tensor, shape: tuple[int | None, ...], li
         raise ValueError(f"keys and values must lie alike, not with the strides {keys.stride()} and {values.stride()}")
 
 
+def require_weights(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> int:
+    """4-bit codes [columns, k / 2] for x [rows, k], with scales and minima [columns, groups]. -> weights of a group"""
+    k = x.shape[1]
+    if not k or k % 2:
+        raise ValueError(f"x must have an even number of columns, for codes of two a byte, and at least 2, not {k}")
+    require_tensor("codes", codes, (None, k // 2))
+    if codes.dtype != torch.uint8 or codes.device != x.device:
+        raise ValueError(f"codes must be uint8 on {x.device}, not {codes.dtype} on {codes.device}")
+    require_tensor("scale", scale, (len(codes), None))
+    if scale.dtype not in (torch.float16, torch.float32) or scale.device != x.device:
+        raise ValueError(f"scale must be float16 or float32 on {x.device}, not {scale.dtype} on {scale.device}")
+    require_tensor("minimum", minimum, tuple(scale.shape), like=scale)
+    groups = scale.shape[1]
+    if not groups or k % groups or k // groups % 32:
+        raise ValueError(f"{groups} groups do not cut {k} weights into multiples of 32")
+    if codes.stride(0) % 16 or codes.data_ptr() % 16:
+        raise ValueError("codes must have rows that start at multiples of 16 bytes")
+    return k // groups
+
+
 def target(device: torch.device) -> str:
     """The kind of GPU as the compiler names it: "sm_90", "gfx942"; "cpu" in the interpreter."""
     if device.type != "cuda":

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from minillm.calibrate import output_error
+from minillm.calibrate import known_inputs, output_error
 from minillm.quantize import Grid, Quantized, round_to_nearest
 
 STEPS = 20  # values of alpha that are tried
+RAREST = 1e-6  # of the largest: no input counts as smaller, or an unused one would get a factor out of proportion
 
 
 def awq(weight: Tensor, grid: Grid, hessian: Tensor | None) -> Quantized:
     """weight: [out, in]; hessian: [in, in]. The best of the scalings, by the error of the layer's outputs."""
-    if hessian is None:
-        raise ValueError("AWQ needs to know the layer's inputs: give calibration text")
-    weight = weight.detach().float()
-    size = hessian.diagonal().clamp(min=1e-12).sqrt()  # the root mean square of each input
+    weight, hessian = known_inputs(weight, hessian, "AWQ")
+    size = hessian.diagonal().clamp(min=torch.finfo(hessian.dtype).tiny).sqrt()  # root mean square of each input
+    size = (size / size.max()).clamp(min=RAREST)
     candidates = (scaled(weight, grid, size ** (step / STEPS)) for step in range(STEPS))
     return min(candidates, key=lambda q: output_error(weight, q.dequantize(), hessian))
 

@@ -18,7 +18,10 @@ from minillm.model import NoCache, Transformer
 
 @torch.inference_mode()
 def hessians(model: Transformer, texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """For each linear layer in the blocks, by name: X^T X / rows [in, in] in float32, over all tokens of the texts."""
+    """For each linear layer in the blocks, by name: X^T X / rows [in, in] in float32, over all tokens of the texts.
+
+    Each text begins anew, without a past.
+    """
     if not any(len(text) for text in texts):
         raise ValueError("calibration needs at least one token of text")
     sums: dict[str, Tensor] = {}
@@ -31,7 +34,7 @@ def hessians(model: Transformer, texts: Sequence[Sequence[int]]) -> dict[str, Te
 
         handles.append(layer.register_forward_pre_hook(add))
     try:
-        for text in texts:
+        for text in filter(len, texts):
             tokens = torch.tensor(text, device=model.device)
             model(tokens, torch.arange(len(tokens), device=model.device), NoCache())
     finally:
@@ -50,3 +53,17 @@ def output_error(weight: Tensor, approximation: Tensor, hessian: Tensor) -> floa
     """The mean squared error of the layer's outputs: the mean over rows of W of e H e^T, with e the row's error."""
     error = (weight - approximation).float()
     return float(torch.einsum("oi,ij,oj->o", error, hessian, error).mean())
+
+
+def known_inputs(weight: Tensor, hessian: Tensor | None, method: str) -> tuple[Tensor, Tensor]:
+    """weight and hessian in float32, for a method that cannot work without the second."""
+    if hessian is None:
+        raise ValueError(f"{method} needs to know the layer's inputs: give calibration text")
+    n_in = weight.shape[-1]
+    if weight.ndim != 2 or hessian.shape != (n_in, n_in):
+        raise ValueError(
+            f"{method} wants a matrix [out, in] and a Hessian [in, in], not {[*weight.shape]} and {[*hessian.shape]}"
+        )
+    if not torch.isfinite(hessian).all():
+        raise ValueError("the Hessian holds numbers that are not finite")
+    return weight.detach().float(), hessian.float()

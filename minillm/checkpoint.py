@@ -17,10 +17,14 @@ from minillm.fetch import default_model
 from minillm.gguf_file import GGUFFile
 from minillm.hf_folder import HFFolder
 from minillm.model import Transformer
+from minillm.native import native_model
+from minillm.quant_linear import QuantLinear, require_compute
+from minillm.quantized_model import load_saved
 from minillm.tokenizer import Tokenizer
 
 DEFAULT = "smollm2-135m"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+WEIGHTS = ("float", "native")
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # derived numbers that old checkpoints carry along
 
 
@@ -32,14 +36,19 @@ def load(
     max_context: int | None = None,
     prepare: bool = True,
     packed: bool = False,
+    weights: str = "float",
+    compute: torch.dtype | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """Load a model and its tokenizer.
 
     name_or_path: "smollm2-135m" (fetched once, see minillm/fetch.py), a llama-style .gguf file, a Hugging Face folder
-        of the Llama, Mistral, Qwen2 or Qwen3 family, or a hub name such as "Qwen/Qwen3-0.6B".
+        of the Llama, Mistral, Qwen2 or Qwen3 family, a hub name such as "Qwen/Qwen3-0.6B", or a .safetensors file of a
+        quantized model (quantized_model.py: save).
     device: a GPU if there is one, when not given.      max_context: lowers the model's own limit, in tokens.
     prepare: call `model.prepare()` for inference; pass False to train.
     packed: on a CPU, keep a second copy of the weights in a layout that is quicker for batches: twice the memory.
+    weights: "float" expands all weights to `dtype`; "native" computes with the 4 and 8 bits of a GGUF file (native.py).
+    compute: the dtype of the products with quantized weights, whatever `dtype` is; on a CPU torch.bfloat16 is quick.
 
     Raises ValueError for a file that is damaged or not supported, OSError where there is none.
     """
@@ -47,6 +56,16 @@ def load(
         raise ValueError(f"max_context must be at least 1, not {max_context}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_usable(dtype, device)
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    require_compute(compute)
+    path = Path(name_or_path).expanduser()
+    saved = path.suffix == ".safetensors" and path.is_file()
+    if compute is not None and not saved and weights == "float":
+        raise ValueError("compute is for weights that stay quantized: weights='native', or a saved quantized model")
+    if saved:
+        model, tokenizer = load_saved(path, dtype, device, max_context, compute)
+        return (model.prepare(packed) if prepare else model), tokenizer
     source = open_source(name_or_path, max_context)
     tokenizer = source.tokenizer()  # before the weights: a missing tokenizer should not take seconds to notice
     if tokenizer.vocab_size > source.config.vocab_size:
@@ -54,8 +73,13 @@ def load(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {source.config.vocab_size}: "
             "they do not belong together"
         )
-    model = Transformer(source.config, dtype=dtype, device=device)
-    fill(model, source)
+    if weights == "native":
+        if not isinstance(source, GGUFFile):
+            raise ValueError(f"weights='native' needs a GGUF file, and {str(name_or_path)!r} is a Hugging Face model")
+        model = native_model(source, dtype, device, compute)
+    else:
+        model = Transformer(source.config, dtype=dtype, device=device)
+        fill(model, source)
     return (model.prepare(packed) if prepare else model), tokenizer
 
 
@@ -125,6 +149,8 @@ def fill(model: Transformer, source: GGUFFile | HFFolder) -> None:
 
 def destinations(model: Transformer) -> dict[str, Tensor]:
     """Where each tensor of a checkpoint goes: Hugging Face's name -> a view into the model's own memory."""
+    if any(isinstance(module, QuantLinear) for module in model.modules()):
+        raise ValueError("this model's matrices are quantized: there is no float memory to view or to fill")
     config = model.config
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     places = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}

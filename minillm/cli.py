@@ -70,6 +70,15 @@ def build_parser() -> argparse.ArgumentParser:
     guessing.add_argument("--quick", action="store_true", help="short texts, one run of each")
     guessing.add_argument("--json", metavar="FILE", help="write the result as JSON")
     guessing.set_defaults(run=commands.speculative)
+    grids = benches.add_parser("quant", help="quantized weights: what do they cost, and what do they bring?")
+    grids.add_argument("--quick", action="store_true", help="a short text, few cases, one run of each")
+    grids.add_argument(
+        "--json", metavar="FILE", help="write each result as JSON when it is there; go on with that file"
+    )
+    grids.add_argument(
+        "--only", action="append", choices=commands.QUANT_PARTS, help="a part of it; may be given several times"
+    )
+    grids.set_defaults(run=commands.quant)
 
     command = subparsers.add_parser(
         "check", help="run the checks of an exercise notebook, for example: minillm check 02"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 RESET = "/reset"
+QUANT_PARTS = ("quality", "speed", "layers", "methods")  # of `bench quant`
 
 
 def sampling_params(options: argparse.Namespace, logprobs: int | None = None):
@@ -215,6 +216,22 @@ def speculative(options: argparse.Namespace) -> None:
     )
     if options.json:
         report.write_json(options.json, speculative_bench.as_json(lines, machine))
+
+
+def quant(options: argparse.Namespace) -> None:
+    from minillm.checkpoint import load
+    from minillm.lab import quant_bench, report
+    from minillm.lab.machine import busy_warning, describe, one_line
+
+    report.require_folder(options.json)
+    machine = describe()
+    warn(busy_warning(machine["busy"]))
+    model, tokenizer = load(device="cpu")
+    results = quant_bench.sweep(model, tokenizer, machine, options.quick, options.json, options.only or QUANT_PARTS)
+    if results.reused:
+        print(f"{len(results.reused)} rows of {options.json} are from an earlier run: {'; '.join(results.reused)}\n")
+    print(quant_bench.report(results))
+    print(f"\n{quant_bench.caption(results)}\n{one_line(machine)}")
 
 
 def check(options: argparse.Namespace) -> int:

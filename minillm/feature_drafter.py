@@ -79,7 +79,7 @@ class FeatureDrafter:
                 f"{model.config.d_model}"
             )
         self.model, self.features = model, features
-        rows = nn.Parameter(model.head.weight[features.vocabulary].detach(), requires_grad=False)
+        rows = nn.Parameter(model.head.rows(features.vocabulary, model.dtype), requires_grad=False)
         self.head = Linear(*rows.shape[::-1], weight=rows)
         self.memories: WeakKeyDictionary[Writer, Memory] = WeakKeyDictionary()
 

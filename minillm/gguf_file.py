@@ -87,13 +87,19 @@ class GGUFFile:
     def tensors(self) -> Iterator[tuple[str, int, Tensor]]:
         """(Hugging Face's name, first row, rows): each tensor in parts of at most ROWS_AT_ONCE rows."""
         for name, tensor in self.by_name.items():
-            heads = {"attn_q": self.config.n_heads, "attn_k": self.config.n_kv_heads}.get(name.split(".")[-2:][0])
-            if heads and len(tensor.data) == heads * self.config.head_dim:  # any other number is refused later
+            heads = self.interleaved_heads(tensor)
+            if heads:
                 yield hf_name(name), 0, half_pairs(expand(tensor.data, tensor.tensor_type), heads)
                 continue
             for start in range(0, len(tensor.data), ROWS_AT_ONCE):
                 part = tensor.data[start : start + ROWS_AT_ONCE]
                 yield hf_name(name), start, expand(part, tensor.tensor_type)
+
+    def interleaved_heads(self, tensor: gguf.ReaderTensor) -> int | None:
+        """The number of heads in whose rows rotary pairs are interleaved, for a query or key projection."""
+        heads = {"attn_q": self.config.n_heads, "attn_k": self.config.n_kv_heads}.get(tensor.name.split(".")[-2:][0])
+        whole = heads and len(tensor.data) == heads * self.config.head_dim  # any other number is refused later
+        return heads if whole else None
 
 
 def expand(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Tensor:

@@ -3,7 +3,8 @@
 Each token keeps a key and a value for every KV head. If several query heads share one (grouped-query attention, GQA;
 all of them: multi-query attention, MQA), the cache, and what a decode step reads of it, is divided by the size of a
 group. The model has to be trained that way; a trained one can be turned by taking, for each group, the mean of its
-heads' projections, and healed by a little more training.
+heads' projections, and healed by a little more training. The other way round nothing is lost: a model whose KV heads
+are repeated computes the same, with a larger cache.
 
 Shazeer, "Fast Transformer Decoding: One Write-Head is All You Need" (2019); Ainslie et al., "GQA: Training Generalized
 Multi-Query Transformer Models from Multi-Head Checkpoints" (2023), section 2.1.
@@ -11,10 +12,11 @@ Multi-Query Transformer Models from Multi-Head Checkpoints" (2023), section 2.1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from einops import reduce
+from einops import reduce, repeat
 from torch import Tensor
 
 from minillm.blocks import require_counts
@@ -30,35 +32,49 @@ def with_kv_heads(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
     return replace(config, n_kv_heads=n_kv_heads)
 
 
-@torch.no_grad()
 def pool_heads(model: Transformer, n_kv_heads: int) -> Transformer:
     """A copy of the model in which each group of KV heads is one head: the mean of their projections."""
-    old, config = model.config, with_kv_heads(model.config, n_kv_heads)
+    config, old = with_kv_heads(model.config, n_kv_heads), model.config
     if old.n_kv_heads % n_kv_heads:
         raise ValueError(f"{old.n_kv_heads} KV heads cannot be pooled to {n_kv_heads} evenly")
-    pooled = Transformer(config, model.dtype, model.device)
-    weights = model.state_dict()
+    return with_projections(model, config, lambda rows: mean_heads(rows, n_kv_heads, old.head_dim))
+
+
+def repeat_heads(model: Transformer, n_kv_heads: int) -> Transformer:
+    """A copy of the model in which each KV head stands several times, side by side: it computes the same."""
+    config, old = with_kv_heads(model.config, n_kv_heads), model.config
+    if n_kv_heads % old.n_kv_heads:
+        raise ValueError(f"{old.n_kv_heads} KV heads cannot be repeated to {n_kv_heads} evenly")
+    times = n_kv_heads // old.n_kv_heads
+    return with_projections(
+        model, config, lambda rows: repeat(rows, "(h d) ... -> (h times d) ...", d=old.head_dim, times=times)
+    )
+
+
+@torch.no_grad()
+def with_projections(model: Transformer, config: ModelConfig, change: Callable[[Tensor], Tensor]) -> Transformer:
+    """A copy of the model with `change` made to the rows of its key and of its value projections, and their biases."""
+    old, weights = model.config, model.state_dict()
     for name in weights:
         if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
             q, k, v = weights[name].split([n * old.head_dim for n in (old.n_heads, old.n_kv_heads, old.n_kv_heads)])
-            weights[name] = torch.cat(
-                [q, mean_heads(k, n_kv_heads, old.head_dim), mean_heads(v, n_kv_heads, old.head_dim)]
-            )
-    pooled.load_state_dict(weights)
-    return pooled
+            weights[name] = torch.cat([q, change(k), change(v)])
+    changed = Transformer(config, model.dtype, model.device)
+    changed.load_state_dict(weights)
+    return changed
 
 
 def mean_heads(rows: Tensor, n_heads: int, head_dim: int) -> Tensor:
-    """rows: [heads * head_dim, ...] -> [n_heads * head_dim, ...], the mean of each run of heads"""
+    """rows: [heads * head_dim, ...] -> [n_heads * head_dim, ...], the mean of each run of neighbouring heads"""
     return reduce(rows, "(h group d) ... -> (h d) ...", "mean", h=n_heads, d=head_dim)
 
 
 def kv_bytes_a_token(config: ModelConfig, bytes_a_number: int = 2) -> int:
     """Keys and values of all layers."""
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim * bytes_a_number
+    return config.kv_elements_per_token * bytes_a_number
 
 
 def attention_intensity(config: ModelConfig, bytes_a_number: int = 2) -> float:
-    """FLOP for each byte of the cache that a decode step reads: each key number is multiplied and added for each query
-    head of its group, each value number too. = 2 * group / bytes, whatever the length."""
-    return 2 * (config.n_heads // config.n_kv_heads) / bytes_a_number
+    """FLOP for each byte of the cache that a decode step reads: each number of a key is multiplied and added once for
+    each query head of its group, and so is each of a value. = 2 * group / bytes, whatever the length."""
+    return 2 * config.group_size / bytes_a_number

@@ -42,6 +42,10 @@ class Linear(nn.Module):
         self.choices = self.packed = None
         return super()._apply(fn, recurse)
 
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of some rows of the matrix. ids: [n] -> [n, in]"""
+        return self.weight.detach()[ids].to(dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.choices is None:
             return F.linear(x, self.weight, self.bias)

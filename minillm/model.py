@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from minillm.attention import AttentionFunction, attention
 from minillm.config import ModelConfig, RopeScaling
 from minillm.linear import Linear, choose_products
+from minillm.quant_linear import QuantLinear
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -192,8 +193,8 @@ class Transformer(nn.Module):
         super().__init__()
         kwargs = {"dtype": dtype, "device": device}
         self.config = config
-        self.embed = nn.Embedding(0, config.d_model, **kwargs)
-        self.embed.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model, **kwargs))
+        rows = torch.empty(config.vocab_size, config.d_model, **kwargs)
+        self.embed = nn.Embedding.from_pretrained(rows, freeze=False)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling)
         self.blocks = nn.ModuleList(Block(config, **kwargs) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps, **kwargs)
@@ -239,4 +240,7 @@ class Transformer(nn.Module):
         """
         self.requires_grad_(False)
         choose_products(self, packed)
+        for module in self.modules():
+            if isinstance(module, QuantLinear):
+                module.choose_layout(module.compute or self.dtype)
         return self

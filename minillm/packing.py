@@ -18,4 +18,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """packed: [..., n / 2] uint8 -> codes [..., n] uint8"""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"packed codes must be uint8, not {packed.dtype}")
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)

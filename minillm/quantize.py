@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of scales and minima
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -41,6 +43,8 @@ class Grid:
             isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1
         ):
             raise ValueError(f"group must be a positive number of weights, or None for a whole row, not {self.group!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"scales are stored in one of {DTYPES}, not {self.dtype!r}")
 
     @property
     def levels(self) -> int:
@@ -75,9 +79,10 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """-> [out, in]"""
-        groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(dtype)
-        weight = (groups * self.scale[..., None].to(dtype) + self.minimum[..., None].to(dtype)).flatten(-2)
-        return weight if self.channel is None else weight * self.channel.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)  # rounded once, at the end: code * scale is larger than both
+        groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(wide)
+        weight = (groups * self.scale[..., None].to(wide) + self.minimum[..., None].to(wide)).flatten(-2)
+        return (weight if self.channel is None else weight * self.channel.to(wide)).to(dtype)
 
 
 Method = Callable[[Tensor, Grid, Tensor | None], Quantized]
@@ -86,22 +91,32 @@ from calibrate.py; None where nothing is known of the inputs."""
 
 
 def scales(groups: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """groups: [..., group] -> scale, minimum [...], as they are stored. A group of equal weights has scale 0."""
+    """groups: [..., group] -> scale, minimum [...], as they are stored. The scale of a group of zeros is 0."""
     if not torch.isfinite(groups).all():
         raise ValueError("the weights hold numbers that are not finite")
+    most, least = groups.amax(-1), groups.amin(-1)
     if grid.symmetric:
         # The level of the largest weight must exist: there is one more level below 0 than above.
         half = grid.levels // 2
-        most, least = groups.amax(-1), groups.amin(-1)
-        scale = torch.maximum(most / (half - 1), -least / half).clamp(min=0).to(grid.dtype)
+        scale = stored(torch.maximum(most / (half - 1), -least / half), grid)
         minimum = -scale * half
     else:
-        least = groups.amin(-1)
         minimum = least.to(grid.dtype)
-        scale = ((groups.amax(-1) - least) / (grid.levels - 1)).to(grid.dtype)
+        scale = stored((most - minimum.to(most.dtype)) / (grid.levels - 1), grid)  # from where the levels begin
     if not (torch.isfinite(scale).all() and torch.isfinite(minimum).all()):
         raise ValueError(f"the weights are too large for scales in {grid.dtype}")
     return scale, minimum
+
+
+def stored(scale: Tensor, grid: Grid) -> Tensor:
+    """As numbers of grid.dtype, not negative: the nearest ones, or the next ones up, where the nearest would leave the
+    last level more than half a step below the last weight. The numbers that float16 ends with, 2^-24, 2^-23 and so on,
+    are too far apart for it."""
+    info = torch.finfo(grid.dtype)
+    scale = scale.clamp(min=0)
+    low = scale.to(grid.dtype).to(scale.dtype)
+    short = (scale - low) * (grid.levels - 1) > low / 2
+    return torch.where(short, low * (1 + info.eps) + info.tiny * info.eps, scale).to(grid.dtype)
 
 
 def nearest(groups: Tensor, scale: Tensor, minimum: Tensor, levels: int) -> Tensor:

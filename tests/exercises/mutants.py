@@ -38,6 +38,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "0 -> 1": "a hidden entry of the table is not followed",
         "0.0 -> 1.0": "a hidden number is not stored",
     },
+    "w4_kernel": {
+        "0 -> 1": "a hidden code meets an x of 0",
+        "0.0 -> 1.0": "a hidden x meets a scale and minimum of 0, and these an x of 0 (a stored answer has both wrong)",
+    },
 }
 
 

@@ -78,7 +78,8 @@ def test_an_unknown_workload_is_an_error_that_names_its_file():
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_workload_of_the_package_can_be_read(smollm2, quick):
     names = {file.name for file in (resources.files("minillm.lab") / "workloads").iterdir()}
-    others = {"lengths.json", "speculative.json"}  # lengths only (kv_memory.py), and prompts (speculative_bench.py)
+    # Lengths only (kv_memory.py), prompts (speculative_bench.py), and questions (quality.py).
+    others = {"lengths.json", "speculative.json", "quality.json"}
     assert names == {"story.json", "requests.json"} | others
     story, many = read_workload("story", smollm2[1], quick), read_requests("requests", smollm2[1], quick)
     assert (story.name, many.name) == ("story", "requests")

@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 PART = ["--target", "sm_90", "--model", "SmolLM2-135M"]
+TILES = ("w4a16 16x", "w4a16 64x", "w4a16 128x")
 ATTENTION = ("flash_attention", "paged_attention, 1 row", "paged_attention, 5 rows")
 
 
@@ -70,7 +71,7 @@ def test_every_kernel_compiles_for_every_gpu(everything, aot):
         (row["kernel"].endswith("float32"), row["model"], row["target"]) for row in rows if "flash" in row["kernel"]
     }
     assert prefills == set(product((False, True), (model.name for model in aot.MODELS), aot.TARGETS))
-    assert len(rows) == 87 and "87 of 87 ok." in everything.stdout
+    assert len(rows) == 150 and "150 of 150 ok." in everything.stdout
     for row in rows:
         assert row["verdict"] == "ok" and row["spills"] == "0"
         assert 0 < int(row["registers"]) <= (512 if row["target"] == "gfx942" else 255)
@@ -78,7 +79,7 @@ def test_every_kernel_compiles_for_every_gpu(everything, aot):
         assert row["widest load B"] == ("8" if narrow else "16")  # 4 x 64 numbers among the 64 threads of one warp
         if row["kernel"].endswith("float32"):
             assert "mma" not in row["tensor cores"]  # NVIDIA's would round the factors to 10 bits; AMD's have float32
-        elif row["kernel"].startswith(ATTENTION):
+        elif row["kernel"].startswith((*ATTENTION, *TILES)):
             family = {"sm_80": "mma", "sm_90": "mma", "gfx942": "mfma"}[row["target"]]
             assert row["tensor cores"].endswith(family)
         else:
@@ -86,7 +87,9 @@ def test_every_kernel_compiles_for_every_gpu(everything, aot):
     assert all(
         "wgmma" in row["tensor cores"]
         for row in rows
-        if row["kernel"] == "flash_attention 128x64" and row["target"] == "sm_90"
+        if row["kernel"].startswith(("flash_attention 128x64", *TILES))
+        and row["target"] == "sm_90"
+        and not row["kernel"].endswith("float32")
     )
 
 
@@ -95,7 +98,7 @@ def test_one_gpu_and_one_model(everything, python):
     part = python("-m", "kernels.aot", *PART, TRITON_INTERPRET="1")
     assert part.returncode == 0, part.stdout + part.stderr
     wanted = [row for row in table(everything.stdout) if (row["target"], row["model"]) == ("sm_90", "SmolLM2-135M")]
-    assert table(part.stdout) == wanted and len(wanted) == 10
+    assert table(part.stdout) == wanted and len(wanted) == 17
 
 
 def test_an_unknown_gpu_is_an_error(aot, capsys):
@@ -106,7 +109,9 @@ def test_an_unknown_gpu_is_an_error(aot, capsys):
 
 def planted(python, change: str, *arguments: str) -> list[dict[str, str]]:
     """The rows at fault after a change to the package; the command must end in status 1."""
-    code = f"import sys; from kernels import aot, flash_attention, paged_attention; {change}; sys.exit(aot.main())"
+    code = (
+        f"import sys; from kernels import aot, flash_attention, paged_attention, w4a16; {change}; sys.exit(aot.main())"
+    )
     result = python("-c", code, *arguments)
     assert result.returncode == 1, result.stdout + result.stderr
     rows = table(result.stdout)
@@ -245,6 +250,43 @@ def test_the_width_of_amds_loads(load, width, read_amd, spec):
     assert finding.faults(spec) == ([] if width == 16 else [f"loads of at most {width} bytes"])
 
 
+LAYOUTS = """
+#blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [4, 8], warpsPerCTA = [4, 1], order = [1, 0]}>
+#blocked1 = #ttg.blocked<{sizePerThread = [1, 2], threadsPerWarp = [16, 4], warpsPerCTA = [4, 1], order = [1, 0]}>
+#blocked2 = #ttg.blocked<{sizePerThread = [1, 1], threadsPerWarp = [16, 4], warpsPerCTA = [4, 1], order = [1, 0]}>
+    %x = tt.load %a, %b, %c : tensor<16x64x!tt.ptr<bf16>, #blocked2> loc(#loc)
+"""
+COPY = "%w = ttg.async_copy_global_to_local %a, %b mask %m other %o : tensor<64x8x!tt.ptr<i32>, {}> -> <64x8>"
+LOAD = "%words = tt.load %a, %b, %c : tensor<64x8x!tt.ptr<i32>, {}> loc(#loc1)"
+
+
+@pytest.mark.parametrize(
+    ("loads", "width"),
+    [
+        ([COPY.replace("{}", "#blocked")], 16),
+        ([LOAD.replace("{}", "#blocked")], 16),
+        ([LOAD.replace("{}", "#blocked1")], 8),
+        ([COPY.replace("{}", "#blocked"), COPY.replace("{}", "#blocked1")], 8),
+        ([LOAD.replace("{}", "#blocked"), LOAD.replace("{}", "#blocked2")], 4),
+    ],
+)
+def test_the_narrowest_load_of_packed_weights_counts(loads, width, aot):
+    assert aot.packed_load("\n".join([LAYOUTS, *loads])) == width
+
+
+def test_packed_weights_that_nobody_loads_are_an_error(aot):
+    with pytest.raises(ValueError, match="no load of packed weights"):
+        aot.packed_load(LAYOUTS)
+
+
+def test_narrow_loads_of_packed_weights_are_seen_beside_wide_ones_of_x(everything, python):
+    """64 columns of 64 weights leave 8 bytes to each of an MI300's 256 threads, and x still comes in wide."""
+    change = "w4a16.blocks = lambda *_: w4a16.Blocks(64, 64, 64, 4, 2)"
+    rows = planted(python, change, "--target", "gfx942", "--model", "SmolLM2-135M")
+    assert {row["verdict"] for row in rows} == {"loads of at most 8 bytes"}
+    assert [row["kernel"] for row in rows] == ["w4a16 64x64", "w4a16 64x64, float32"]
+
+
 def test_several_faults_are_all_named(read_cuda, spec):
     finding = read_cuda("ld.global.b32 { %r1 }, [ %rd1 ];", stack=8)
     assert finding.faults(spec) == ["spills 8", "no tensor cores", "loads of at most 4 bytes"]
@@ -270,7 +312,7 @@ def test_a_number_that_is_not_there_is_an_error_and_no_zero(aot, read_amd):
     ],
 )
 def test_a_single_fault_ends_in_status_1(fault, verdict, aot, read_cuda, monkeypatch, capsys):
-    """In one kernel of ten; the other nine are reported all the same."""
+    """In one kernel of seventeen; the others are reported all the same."""
     faulty = "flash_attention 128x64"
 
     def examine(spec, target):
@@ -285,8 +327,8 @@ def test_a_single_fault_ends_in_status_1(fault, verdict, aot, read_cuda, monkeyp
     output = capsys.readouterr().out
     rows = table(output)
     assert [row["verdict"].rstrip(": ") for row in rows if row["kernel"] == faulty] == [verdict]
-    assert [row["verdict"] for row in rows if row["kernel"] != faulty] == ["ok"] * 9
-    assert f"{10 - (fault is not None)} of 10 ok." in output
+    assert [row["verdict"] for row in rows if row["kernel"] != faulty] == ["ok"] * 16
+    assert f"{17 - (fault is not None)} of 17 ok." in output
 
 
 def test_what_is_compiled_is_what_the_wrappers_launch(aot):
@@ -302,3 +344,4 @@ def test_what_is_compiled_is_what_the_wrappers_launch(aot):
                     if name.endswith("_ptr"):
                         integer = name in ("tables_ptr", "cu_seqlens_ptr", "lengths_ptr", "slots_ptr")
                         assert (spec.pointee(name) == "i32") == integer
+                        assert (spec.pointee(name) == "u32") == (name == "codes_ptr")

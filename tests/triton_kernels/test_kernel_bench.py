@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from kernels import bench, flash_attention, paged_attention, rmsnorm, store_kv
-from kernels.cases import CHECKS, TIMED, Attention, RMSNorm, StoreKV, equal
+from kernels import bench, flash_attention, paged_attention, rmsnorm, store_kv, w4a16
+from kernels.cases import CHECKS, TIMED, W4A16, Attention, RMSNorm, StoreKV, equal
 from minillm.lab.catalogue import GPUS
 
 
@@ -42,11 +42,16 @@ def test_the_checks_cover_every_kernel_and_pass_in_the_interpreter():
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [(rmsnorm, "rmsnorm"), (flash_attention, "flash_attention"), (paged_attention, "paged_attention")],
+    [
+        (rmsnorm, "rmsnorm"),
+        (flash_attention, "flash_attention"),
+        (paged_attention, "paged_attention"),
+        (w4a16, "linear"),
+    ],
 )
 def test_a_kernel_that_is_wrong_in_one_number_fails_its_check(module, name, monkeypatch):
     monkeypatch.setattr(module, name, wrong(getattr(module, name), one_number_off))
-    with pytest.raises(RuntimeError, match=rf"{name}, .*off by"):
+    with pytest.raises(RuntimeError, match=rf"{module.__name__.removeprefix('kernels.')}, .*off by"):
         bench.check("cpu", [torch.float32])
 
 
@@ -84,6 +89,7 @@ def test_predicted_times_are_the_longer_of_bytes_and_arithmetic():
     prefill = equal(2, 300, 300, 8, 2, 64)
     assert limits.seconds(prefill) == pytest.approx(2 * (4 * 8 * 64 * 300 * 301 / 2) / 1e14)
     decode = equal(3, 1, 1000, 8, 2, 64, decode=True)
+    assert limits.seconds(W4A16(2, 300, 640, 64)) == pytest.approx((300 * (320 + 10 * 4) + 2 * 2 * (640 + 300)) / 1e12)
     assert limits.seconds(decode) == pytest.approx(2 * 64 * (2 * 2 * 3000 + 2 * 8 * 3) / 1e12)
 
 
@@ -113,6 +119,8 @@ SMALL = (
     equal(2, 5, 40, 4, 4, 32),
     equal(3, 1, 50, 4, 4, 32, decode=True),
     equal(2, 3, 50, 8, 2, 32, decode=True),
+    W4A16(1, 20, 64, 32),
+    W4A16(5, 20, 64, 64, bias=True),
 )
 
 
