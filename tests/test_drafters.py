@@ -964,15 +964,15 @@ def observed_without_the_last(patch):
 
 def the_first_guesses_are_given_up(patch):
     """Then the others stand at the wrong place, and beside the wrong distribution."""
-    real = Scheduler.share_of
+    real = Scheduler.cut_guesses
 
-    def share_of(self, request, left):
-        old = list(request.draft)
-        count = real(self, request, left)
-        request.draft = old[len(old) - len(request.draft) :]
-        return count
+    def cut_guesses(self, now):
+        old = {request: list(request.draft) for request in self.running}
+        real(self, now)
+        for request, draft in old.items():
+            request.draft = draft[len(draft) - len(request.draft) :]
 
-    patch.setattr(Scheduler, "share_of", share_of)
+    patch.setattr(Scheduler, "cut_guesses", cut_guesses)
 
 
 def guesses_of_another_text(patch):
