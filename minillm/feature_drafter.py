@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from minillm.config import ModelConfig
 from minillm.drafters import Guesses, Together
 from minillm.kv_cache import ContiguousKV
-from minillm.linear import Linear
+from minillm.linear import Linear, adopt_choices
 from minillm.model import Block, KVStore, RMSNorm, Rope, Transformer
 from minillm.speculative import Proposal
 from minillm.writing import Writer
@@ -108,6 +108,8 @@ class FeatureDrafter:
         self.model, self.features = model, features
         rows = nn.Parameter(model.head.weight[features.vocabulary].detach(), requires_grad=False)
         self.head = Linear(*rows.shape[::-1], weight=rows)
+        for module in (features, self.head):
+            adopt_choices(module, model.head)
         self.memories: WeakKeyDictionary[Writer, Memory] = WeakKeyDictionary()
 
     def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:

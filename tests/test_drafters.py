@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from minillm import generation, speculative
-from minillm.chat import common_prefix
 from minillm.drafters import Cache, LayerSkipDrafter, ModelDrafter, NgramDrafter, first_layers
 from minillm.engine import Engine
 from minillm.feature_drafter import FeatureDrafter, FeatureModel, load_drafter
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.distill import save
+from minillm.lab.speculative_bench import Watched
 from minillm.lab.tiny import tiny_model
 from minillm.lab.workload import read_json
 from minillm.model import NoCache, Transformer
@@ -1132,26 +1132,22 @@ def test_greedy_texts_of_the_real_model_are_the_plain_ones(name, smollm2, real_t
     assert len(done) == 20 and [d.tokens for d in done] == [plain for _, plain in real_texts]
 
 
-def test_the_trained_drafter_has_learned(smollm2, real_texts):
-    """On questions that it has never seen, a fair share of its guesses is the model's own next token."""
-    model, right, guessed = smollm2[0], 0, 0
-    drafter = load_drafter(model)
-    propose = drafter.propose
+QUESTIONS = ["What is photosynthesis?", "Write a short poem about the sea.", "How do I learn to cook?"]
 
-    def watched(writers, counts):
-        nonlocal right, guessed
-        proposals = propose(writers, counts)
-        for proposal, writer in zip(proposals, writers, strict=True):
-            true = texts[tuple(writer.prompt)][len(writer.output) :]
-            right += common_prefix(proposal.ids, true)
-            guessed += min(len(proposal.ids), common_prefix(proposal.ids, true) + 1)
-        return proposals
 
-    drafter.propose = watched
-    texts = {tuple(prompt): plain for prompt, plain in real_texts[-4:]}
-    for prompt, _ in real_texts[-4:]:
-        speculative.generate(model, None, prompt, drafter, REAL)
-    assert right / guessed > 0.4
+def test_the_trained_drafter_has_learned(smollm2):
+    """On new questions a fair share of its guesses is right; one whose first weights are random knows little."""
+    model, tokenizer = smollm2
+    shares = []
+    for drafter in (load_drafter(model), load_drafter(model)):
+        if shares:
+            torch.nn.init.normal_(drafter.features.join.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+        watched = Watched(drafter)
+        for question in QUESTIONS:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+            speculative.generate(model, None, prompt, watched, replace(REAL, max_tokens=24))
+        shares.append(watched.acceptance)
+    assert shares[0] > 0.25 and shares[0] > 5 * shares[1], shares
 
 
 def test_what_cannot_guess_for_the_model_is_refused():
