@@ -1112,6 +1112,7 @@ def real_texts(smollm2) -> list[tuple[list[int], list[int]]]:
     prompts = [p for kind in ("prose", "code", "copying") for p in kinds[kind]]
     prompts += ["1, 2, 3, 4,", "Once upon a time", "E = mc", "def fibonacci(n):\n"]
     ids = [tokenizer.encode(p) for p in prompts] + [tokenizer.encode_chat(chat) for chat in chats]
+    assert len(ids) == 20
     return [(prompt, generation.generate(model, None, prompt, REAL).tokens) for prompt in ids]
 
 
@@ -1125,11 +1126,11 @@ REAL_DRAFTERS = {
 @pytest.mark.parametrize("name", REAL_DRAFTERS)
 def test_greedy_texts_of_the_real_model_are_the_plain_ones(name, smollm2, real_texts):
     model, drafter = smollm2[0], REAL_DRAFTERS[name](smollm2[0])
-    for prompt, plain in real_texts if name == "trained" else real_texts[::5]:
+    texts = real_texts if name == "trained" else real_texts[::5]
+    for prompt, plain in texts:
         assert speculative.generate(model, None, prompt, drafter, REAL).tokens == plain
-    engine = Engine(model, drafter=drafter, max_num_seqs=6)
-    done = engine.generate([prompt for prompt, _ in real_texts], REAL)
-    assert len(done) == 20 and [d.tokens for d in done] == [plain for _, plain in real_texts]
+    done = Engine(model, drafter=drafter, max_num_seqs=6).generate([prompt for prompt, _ in texts], REAL)
+    assert [d.tokens for d in done] == [plain for _, plain in texts]
 
 
 QUESTIONS = ["What is photosynthesis?", "Write a short poem about the sea.", "How do I learn to cook?"]
