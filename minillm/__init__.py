@@ -31,6 +31,7 @@ _HOME = {
     "ModelDrafter": "drafters",
     "LayerSkipDrafter": "drafters",
     "FeatureDrafter": "feature_drafter",
+    "load_drafter": "feature_drafter",
     "generate": "generation",
     "stream": "generation",
     "Generation": "writing",

@@ -11,21 +11,27 @@ Zhao et al., "FR-Spec" (2025).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minillm.config import ModelConfig
 from minillm.drafters import Guesses, Together
 from minillm.kv_cache import ContiguousKV
-from minillm.linear import Linear
+from minillm.linear import Linear, adopt_choices
 from minillm.model import Block, KVStore, RMSNorm, Rope, Transformer
 from minillm.speculative import Proposal
 from minillm.writing import Writer
+
+TRAINED = Path(__file__).parent / "weights" / "smollm2-135m-drafter.safetensors"
 
 
 class FeatureModel(nn.Module):
@@ -50,6 +56,27 @@ class FeatureModel(nn.Module):
         x = self.join(torch.cat([self.hidden_norm(hidden), self.embedding_norm(embedded)], dim=-1))
         x = self.block(x, self.rope(positions, x.dtype), partial(kv.attend, 0))
         return self.norm(x)
+
+
+def load_drafter(model: Transformer, file: str | os.PathLike = TRAINED) -> FeatureDrafter:
+    """A trained drafter, in the model's dtype and on its device. The one that comes with the package is for SmolLM2
+    135M (weights/README.md). On another model of that size its guesses are of no use, and do no harm.
+
+    Raises OSError where there is no such file, ValueError if it is damaged or made for a model of other dimensions.
+    """
+    try:
+        weights = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or no safetensors file ({error})") from None
+    if "vocabulary" not in weights or int(weights["vocabulary"].max()) >= model.config.vocab_size:
+        raise ValueError(f"{file} is no drafter for a vocabulary of {model.config.vocab_size} tokens")
+    features = FeatureModel(model.config, weights["vocabulary"], dtype=model.dtype, device=model.device)
+    try:
+        features.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise ValueError(f"{file} is no drafter for this model: {reason}") from None
+    return FeatureDrafter(model, features.requires_grad_(False).to(model.device))
 
 
 class Memory:
@@ -81,6 +108,8 @@ class FeatureDrafter:
         self.model, self.features = model, features
         rows = nn.Parameter(model.head.rows(features.vocabulary, model.dtype), requires_grad=False)
         self.head = Linear(*rows.shape[::-1], weight=rows)
+        for module in (features, self.head):
+            adopt_choices(module, model.head)
         self.memories: WeakKeyDictionary[Writer, Memory] = WeakKeyDictionary()
 
     def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:

@@ -105,6 +105,13 @@ def choose_products(model: nn.Module, packed: bool = False) -> None:
         layer.choices = choices
 
 
+def adopt_choices(module: nn.Module, like: Linear) -> None:
+    """Multiply as another layer does, without timing: for weights that are too few to be timed. None is packed."""
+    for layer in module.modules():
+        if isinstance(layer, Linear) and like.choices is not None:
+            layer.choices = [PLAIN if choice == PACKED else choice for choice in like.choices]
+
+
 @torch.inference_mode()
 def fastest(forms: dict[str, Callable[[Tensor, int], Tensor]], n_in: list[int]) -> dict[str, dict[int, float]]:
     """For each form and number of rows, the seconds of its shortest pass over all weights: noise only ever adds time.

@@ -16,13 +16,17 @@ import torch
 from conftest import TINY, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from minillm import generation, speculative
 from minillm.drafters import Cache, LayerSkipDrafter, ModelDrafter, NgramDrafter, first_layers
 from minillm.engine import Engine
-from minillm.feature_drafter import FeatureDrafter, FeatureModel
+from minillm.feature_drafter import FeatureDrafter, FeatureModel, load_drafter
 from minillm.kv_cache import ContiguousKV
+from minillm.lab.distill import save
+from minillm.lab.speculative_bench import Watched
 from minillm.lab.tiny import tiny_model
+from minillm.lab.workload import read_json
 from minillm.model import NoCache, Transformer
 from minillm.sampling import SamplingParams
 from minillm.scheduler import Scheduler
@@ -757,6 +761,48 @@ def test_guesses_of_the_feature_drafter_in_the_engine_are_those_of_its_definitio
     assert drafter.met["compared"] > 15
 
 
+# --- Weights on disk. ---
+
+
+def test_a_saved_drafter_guesses_as_the_one_in_memory(tmp_path):
+    save(FEATURES, tmp_path / "drafter.safetensors")
+    loaded = load_drafter(MODEL, tmp_path / "drafter.safetensors")
+    assert loaded.features.join.weight.dtype == MODEL.dtype and not any(
+        p.requires_grad for p in loaded.features.parameters()
+    )
+    for name, values in loaded.features.state_dict().items():
+        assert torch.allclose(values, FEATURES.state_dict()[name].to(values.dtype), rtol=1e-3), name
+    rounded = FeatureModel(TINY, FEATURES.vocabulary, dtype=torch.float64)
+    rounded.load_state_dict({k: v.half() if v.is_floating_point() else v for k, v in FEATURES.state_dict().items()})
+    writer, rows = made([3, 1, 4, 1, 5]), 0.3 * torch.randn(4, TINY.d_model, dtype=torch.float64)
+    guesses = []
+    for drafter in (loaded, FeatureDrafter(MODEL, rounded)):
+        drafter.observe(writer, 0, rows)
+        guesses.append(drafter.propose([writer], [4])[0].ids)
+    assert guesses[0] == guesses[1] and len(guesses[0]) == 4
+
+
+def test_a_file_that_is_no_drafter_for_the_model_is_refused(tmp_path):
+    good, file = FEATURES.state_dict(), tmp_path / "drafter.safetensors"
+    wide = FeatureModel(replace(TINY, d_model=12), torch.arange(5)).state_dict()
+    for weights, sentence in (
+        (wide, "is no drafter for this model: size mismatch"),
+        ({k: v for k, v in good.items() if k != "norm.weight"}, "no drafter for this model: Missing key.*norm.weight"),
+        ({k: v for k, v in good.items() if k != "vocabulary"}, "no drafter for a vocabulary of 37 tokens"),
+        (good | {"vocabulary": good["vocabulary"] + TINY.vocab_size}, "no drafter for a vocabulary of 37 tokens"),
+    ):
+        save_file({k: v.contiguous() for k, v in weights.items()}, file)
+        with pytest.raises(ValueError, match=sentence):
+            load_drafter(MODEL, file)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+        load_drafter(MODEL, file)
+    with pytest.raises(OSError):
+        load_drafter(MODEL, tmp_path / "nothing.safetensors")
+    with pytest.raises(ValueError, match="no drafter for a vocabulary of 37 tokens"):
+        load_drafter(MODEL)  # the package's own is for SmolLM2
+
+
 # --- Errors, and the formulas. ---
 
 WRONG = {
@@ -918,15 +964,15 @@ def observed_without_the_last(patch):
 
 def the_first_guesses_are_given_up(patch):
     """Then the others stand at the wrong place, and beside the wrong distribution."""
-    real = Scheduler.share_of
+    real = Scheduler.cut_guesses
 
-    def share_of(self, request, left):
-        old = list(request.draft)
-        count = real(self, request, left)
-        request.draft = old[len(old) - len(request.draft) :]
-        return count
+    def cut_guesses(self, now):
+        old = {request: list(request.draft) for request in self.running}
+        real(self, now)
+        for request, draft in old.items():
+            request.draft = draft[len(draft) - len(request.draft) :]
 
-    patch.setattr(Scheduler, "share_of", share_of)
+    patch.setattr(Scheduler, "cut_guesses", cut_guesses)
 
 
 def guesses_of_another_text(patch):
@@ -1054,22 +1100,55 @@ def test_the_properties_reject_a_planted_mistake(name, monkeypatch):
 
 # --- The real model. ---
 
-REAL = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-REAL_PROMPTS = ["1, 2, 3, 4,", "def fibonacci(n):\n", "Once upon a time"]
+REAL = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def plain_texts(smollm2):
-    return [generation.generate(*smollm2, prompt, REAL) for prompt in REAL_PROMPTS]
+def real_texts(smollm2) -> list[tuple[list[int], list[int]]]:
+    """Twenty prompts of several kinds, with the model's plain greedy texts."""
+    model, tokenizer = smollm2
+    kinds = read_json("speculative")
+    chats = kinds["question answering"]
+    prompts = [p for kind in ("prose", "code", "copying") for p in kinds[kind]]
+    prompts += ["1, 2, 3, 4,", "Once upon a time", "E = mc", "def fibonacci(n):\n"]
+    ids = [tokenizer.encode(p) for p in prompts] + [tokenizer.encode_chat(chat) for chat in chats]
+    assert len(ids) == 20
+    return [(prompt, generation.generate(model, None, prompt, REAL).tokens) for prompt in ids]
 
 
-@pytest.mark.parametrize("name", ["n-gram", "first layers"])
-def test_greedy_texts_of_the_real_model_are_the_plain_ones(name, smollm2, plain_texts):
-    drafter = NgramDrafter() if name == "n-gram" else LayerSkipDrafter(smollm2[0], 6)
-    for prompt, plain in zip(REAL_PROMPTS, plain_texts, strict=True):
-        done = speculative.generate(*smollm2, prompt, drafter, REAL)
-        assert done.tokens == plain.tokens
-        assert done.text == plain.text
+REAL_DRAFTERS = {
+    "n-gram": lambda model: NgramDrafter(),
+    "first layers": lambda model: LayerSkipDrafter(model, 6),
+    "trained": load_drafter,
+}
+
+
+@pytest.mark.parametrize("name", REAL_DRAFTERS)
+def test_greedy_texts_of_the_real_model_are_the_plain_ones(name, smollm2, real_texts):
+    model, drafter = smollm2[0], REAL_DRAFTERS[name](smollm2[0])
+    texts = real_texts if name == "trained" else real_texts[::5]
+    for prompt, plain in texts:
+        assert speculative.generate(model, None, prompt, drafter, REAL).tokens == plain
+    done = Engine(model, drafter=drafter, max_num_seqs=6).generate([prompt for prompt, _ in texts], REAL)
+    assert [d.tokens for d in done] == [plain for _, plain in texts]
+
+
+QUESTIONS = ["What is photosynthesis?", "Write a short poem about the sea.", "How do I learn to cook?"]
+
+
+def test_the_trained_drafter_has_learned(smollm2):
+    """On new questions a fair share of its guesses is right; one whose first weights are random knows little."""
+    model, tokenizer = smollm2
+    shares = []
+    for drafter in (load_drafter(model), load_drafter(model)):
+        if shares:
+            torch.nn.init.normal_(drafter.features.join.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+        watched = Watched(drafter)
+        for question in QUESTIONS:
+            prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+            speculative.generate(model, None, prompt, watched, replace(REAL, max_tokens=24))
+        shares.append(watched.acceptance)
+    assert shares[0] > 0.25 and shares[0] > 5 * shares[1], shares
 
 
 def test_what_cannot_guess_for_the_model_is_refused():

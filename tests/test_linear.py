@@ -9,7 +9,17 @@ from conftest import TINY
 from torch import nn
 
 from minillm import linear as module
-from minillm.linear import PACKED, PLAIN, SIZES, Linear, choose_products, columns_product, pack, quickest
+from minillm.linear import (
+    PACKED,
+    PLAIN,
+    SIZES,
+    Linear,
+    adopt_choices,
+    choose_products,
+    columns_product,
+    pack,
+    quickest,
+)
 from minillm.model import NoCache, Transformer
 
 N_IN, N_OUT = 48, 40
@@ -190,3 +200,13 @@ def test_another_dtype_forgets_what_was_packed_and_measured_for_the_old_one(monk
     monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
     model = Transformer(TINY).init_weights(0).prepare(packed=True).to(torch.bfloat16)
     assert all(m.packed is None and m.choices is None for m in model.modules() if isinstance(m, Linear))
+
+
+def test_a_small_module_adopts_the_choices_of_another_but_no_packed_copy():
+    like, module = Linear(4, 4), nn.Sequential(Linear(4, 4), nn.Sequential(Linear(4, 2)))
+    adopt_choices(module, like)
+    assert module[0].choices is None and module[1][0].choices is None
+    like.choices = [PLAIN, PACKED, 2, 4]
+    adopt_choices(module, like)
+    assert module[0].choices == module[1][0].choices == [PLAIN, PLAIN, 2, 4]
+    assert like.choices == [PLAIN, PACKED, 2, 4]

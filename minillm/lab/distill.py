@@ -87,13 +87,16 @@ def read_features(model: Transformer, folder: Path, shards: int) -> None:
         file.with_suffix(".part").replace(file)
 
 
+def answer_counts(folder: Path, shards: range) -> Counter[int]:
+    return Counter(token for shard in shards for _, answer in texts_of(folder, shard) for token in answer)
+
+
 def frequent_tokens(folder: Path, shards: int) -> tuple[Tensor, float]:
-    """The tokens that answers use most, and the share of the answers that they cover."""
-    counts = Counter(token for shard in range(HELD_OUT, shards) for _, a in texts_of(folder, shard) for token in a)
+    """The tokens that answers use most, and the share of the held-out answers that they cover."""
+    counts, new = answer_counts(folder, range(HELD_OUT, shards)), answer_counts(folder, range(HELD_OUT))
     best = [token for token, _ in counts.most_common(SHORT_VOCABULARY)]
-    covered = sum(counts[token] for token in best) / counts.total()
     best += sorted(set(range(2 * SHORT_VOCABULARY)) - set(best))[: SHORT_VOCABULARY - len(best)]
-    return torch.tensor(sorted(best), dtype=torch.int32), covered
+    return torch.tensor(sorted(best), dtype=torch.int32), sum(new[token] for token in best) / new.total()
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def train(
     The state after each epoch lies in state.pt, to go on from. dtype: of the matrix products.
     """
     vocabulary, covered = frequent_tokens(folder, shards)
-    print(f"{len(vocabulary)} tokens of the vocabulary are {covered:.1%} of the answers")
+    print(f"{len(vocabulary)} tokens of the vocabulary are {covered:.1%} of the held-out answers")
     head = model.head.weight[vocabulary].detach().clone()
     drafter = new_drafter(model, vocabulary)
     optimizer = torch.optim.AdamW(drafter.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.01)

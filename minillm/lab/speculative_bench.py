@@ -22,6 +22,7 @@ from minillm import speculative
 from minillm.chat import common_prefix
 from minillm.drafters import LayerSkipDrafter, NgramDrafter, Together
 from minillm.engine import Engine
+from minillm.feature_drafter import load_drafter
 from minillm.generation import stream
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.bench import alternate
@@ -205,7 +206,11 @@ def sweep(
 
 def drafters(model: Transformer) -> dict[str, Callable[[], Drafter]]:
     """Those that come with the package, each made anew for a run."""
-    return {"n-gram": NgramDrafter, "layer skip": lambda: LayerSkipDrafter(model, model.config.n_layers // 3)}
+    return {
+        "n-gram": NgramDrafter,
+        "trained": lambda: load_drafter(model),
+        "layer skip": lambda: LayerSkipDrafter(model, model.config.n_layers // 3),
+    }
 
 
 def table(lines: Sequence[Line], style: str = "simple") -> str:
