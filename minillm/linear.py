@@ -105,11 +105,12 @@ def choose_products(model: nn.Module, packed: bool = False) -> None:
         layer.choices = choices
 
 
-def adopt_choices(module: nn.Module, like: Linear) -> None:
+def adopt_choices(module: nn.Module, like: nn.Module) -> None:
     """Multiply as another layer does, without timing: for weights that are too few to be timed. None is packed."""
+    choices = getattr(like, "choices", None)  # a layer of another kind has none
     for layer in module.modules():
-        if isinstance(layer, Linear) and like.choices is not None:
-            layer.choices = [PLAIN if choice == PACKED else choice for choice in like.choices]
+        if isinstance(layer, Linear) and choices is not None:
+            layer.choices = [PLAIN if choice == PACKED else choice for choice in choices]
 
 
 @torch.inference_mode()
