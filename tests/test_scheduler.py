@@ -606,3 +606,16 @@ def test_guesses_stay_when_the_prompt_that_waits_could_not_join():
         a.draft = [1, 2]
         assert spans(s.schedule()) == [(a, 3, 3)], keep_out
         assert a.draft == [1, 2]
+
+
+def test_guesses_need_not_make_room_for_what_a_waiting_prompt_finds_in_the_cache():
+    s = scheduler(max_num_batched_tokens=6, block_size=4, sharing=True)
+    first = request(9)
+    s.add(first)
+    while not first.wants_one:
+        play(s)
+    first.draft = [7, 7, 7, 7]
+    late = request(10)  # the same beginning: two blocks of it are there
+    s.add(late)
+    assert spans(s.schedule()) == [(first, first.num_computed, 4), (late, 8, 2)]
+    assert first.draft == [7, 7, 7]
