@@ -85,11 +85,13 @@ class Scheduler:
         return Step(spans, tuple(self.copies))
 
     def cut_guesses(self, now: float) -> None:
+        """Leave as many guesses, in the order of service, as the budget holds beside all that is decided."""
         if not any(request.draft for request in self.running):
             return
         left = self.max_num_batched_tokens - sum(request.decided for request in self.running)
-        if self.found_for_next(now) is not None:
-            left -= self.waiting[0].wanted
+        found = self.found_for_next(now)
+        if found is not None:
+            left -= self.waiting[0].wanted - len(found) * self.blocks.block_size
         for request in self.running:
             request.draft = request.draft[: max(0, left)]
             left -= len(request.draft)

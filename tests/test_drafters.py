@@ -1074,7 +1074,10 @@ MUTANTS = {
         guesses_of_another_text,
         lambda: test_texts_guessed_together_get_what_each_gets_alone("another model"),
     ),
-    "guesses are kept after a preemption": (draft_kept_after_a_preemption, in_the_engine),
+    "guesses are kept after a preemption": (
+        draft_kept_after_a_preemption,
+        lambda: serve("slips", 1, 64, True, "forcing"),  # a small budget would leave those who lose none to keep
+    ),
     "tokens after the end token": (tokens_after_the_end, ends),
     "each guess is judged by the row before": (judged_by_the_row_before, alone_slips),
     "the last guess is not in the cache": (a_last_guess_that_is_not_fed, alone_slips),

@@ -447,7 +447,7 @@ MUTANTS = {
     "priorities are ignored": (priorities_are_ignored, "before its turn|the victim is not the last|was preempted"),
     "a preempted request goes to the end": (a_preempted_request_goes_to_the_end, "before its turn|not the last"),
     "nobody is preempted": (one_that_reads_is_never_preempted, "an empty step while somebody waits"),
-    "shared blocks are written": (shared_blocks_are_written, SLOTS),
+    "shared blocks are written": (shared_blocks_are_written, f"{SLOTS}|known for another text"),
     "copies are not done": (copies_are_not_done, SLOTS),
     "copies go from target to source": (copies_go_backwards, SLOTS),
     "values are not copied": (values_are_not_copied, SLOTS),

@@ -40,6 +40,16 @@ def play(s: Scheduler, token: int = 0) -> Step:
     return step
 
 
+def decoding(s: Scheduler, n: int) -> list[Request]:
+    """n texts of which all but the last token is computed."""
+    rs = [request(3) for _ in range(n)]
+    for r in rs:
+        s.add(r)
+    while not all(r.wants_one for r in rs):
+        play(s)
+    return rs
+
+
 # --- Doors. ---
 
 
@@ -568,11 +578,7 @@ def test_samples_do_not_push_in_front_of_whom_is_served_before_them():
 
 def test_guesses_in_front_leave_the_texts_behind_their_one_token():
     s = scheduler(max_num_batched_tokens=4)
-    rs = [request(3) for _ in range(3)]
-    for r in rs:
-        s.add(r)
-    while not all(r.wants_one for r in rs):
-        play(s)
+    rs = decoding(s, 3)
     rs[0].draft = [1, 2, 3]
     assert [(span.request, span.count) for span in s.schedule().spans] == [(rs[0], 2), (rs[1], 1), (rs[2], 1)]
     assert rs[0].draft == [1]
@@ -582,11 +588,7 @@ def test_guesses_in_front_leave_the_texts_behind_their_one_token():
 def test_guesses_leave_their_room_to_a_prompt_that_waits(tokens, kept):
     """Else they would fill a tight budget at every step, and the prompt would wait until a text is done."""
     s = scheduler(max_num_batched_tokens=6)
-    rs = [request(3) for _ in range(2)]
-    for r in rs:
-        s.add(r)
-    while not all(r.wants_one for r in rs):
-        play(s)
+    rs = decoding(s, 2)
     for r in rs:
         r.draft = [1, 2]
     late = request(tokens)
@@ -606,3 +608,16 @@ def test_guesses_stay_when_the_prompt_that_waits_could_not_join():
         a.draft = [1, 2]
         assert spans(s.schedule()) == [(a, 3, 3)], keep_out
         assert a.draft == [1, 2]
+
+
+def test_guesses_need_not_make_room_for_what_a_waiting_prompt_finds_in_the_cache():
+    s = scheduler(max_num_batched_tokens=6, block_size=4, sharing=True)
+    first = request(9)
+    s.add(first)
+    while not first.wants_one:
+        play(s)
+    first.draft = [7, 7, 7, 7]
+    late = request(10)  # the same beginning: two blocks of it are there
+    s.add(late)
+    assert spans(s.schedule()) == [(first, first.num_computed, 4), (late, 8, 2)]
+    assert first.draft == [7, 7, 7]

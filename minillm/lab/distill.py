@@ -137,7 +137,7 @@ class Unrolled:
     """The drafter's cache for all its chains of guesses at once: one begins at each row of each text.
 
     In step s, row t belongs to the chain from row t - s + 1. It sees the true rows up to there, and then the chain's
-    own: of step 2 at the next place, and so on. (Zhang et al., "HASS", 2024, section 3.2.)
+    own: of step 2 at the next place, and so on. (After Zhang et al., "HASS", 2024.)
     """
 
     def __init__(self, lengths: list[int]):
