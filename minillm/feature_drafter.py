@@ -81,7 +81,8 @@ def load_drafter(
         raise ValueError(f"{file} is damaged or no safetensors file ({error})") from None
     if "vocabulary" not in weights or int(weights["vocabulary"].max()) >= model.config.vocab_size:
         raise ValueError(f"{file} is no drafter for a vocabulary of {model.config.vocab_size} tokens")
-    features = FeatureModel(model.config, weights["vocabulary"], dtype=dtype or guessing_dtype(model), device=model.device)
+    dtype = dtype or guessing_dtype(model)
+    features = FeatureModel(model.config, weights["vocabulary"], dtype=dtype, device=model.device)
     try:
         features.load_state_dict(weights)
     except RuntimeError as error:
