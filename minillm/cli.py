@@ -135,6 +135,12 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16", "float64"))
     command.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
+    command.add_argument(
+        "--weights",
+        default="float",
+        choices=("float", "native"),
+        help="native: a GGUF file's own 4 and 8 bits, products in bfloat16 (default: %(default)s)",
+    )
 
 
 def add_sampling_options(command: argparse.ArgumentParser) -> None:

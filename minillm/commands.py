@@ -43,7 +43,8 @@ def load_model(options: argparse.Namespace):
     index = int(options.device.partition(":")[2] or 0) if options.device not in (None, "cpu") else -1
     if index >= torch.cuda.device_count():
         raise ValueError(f"--device {options.device}: PyTorch sees no such GPU here")
-    return load(options.model, dtype=getattr(torch, options.dtype), device=options.device)
+    native = {"weights": "native", "compute": torch.bfloat16} if options.weights == "native" else {}
+    return load(options.model, dtype=getattr(torch, options.dtype), device=options.device, **native)
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -109,6 +110,8 @@ def chat(options: argparse.Namespace) -> None:
 
 
 def ladder(options: argparse.Namespace) -> None:
+    import torch
+
     from minillm.checkpoint import load
     from minillm.fetch import default_model
     from minillm.lab import batch_ladder, ladder, report, roofline
@@ -119,14 +122,16 @@ def ladder(options: argparse.Namespace) -> None:
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu")
+    small, _ = load(device="cpu", weights="native", compute=torch.bfloat16)
     limits = roofline.this_machine()
     workload = read_workload("story", tokenizer, options.quick)
     requests = read_requests("requests", tokenizer, options.quick)
-    rows = ladder.climb(model, workload, limits)
-    more = batch_ladder.climb(model, requests)
+    rows = ladder.climb(model, workload, limits, small=small)
+    more = batch_ladder.climb(model, requests, small=small)
     style = "github" if options.markdown else "simple"
     caption = (
-        f"{default_model().stem} in float32, greedy; medians of runs in alternation.\n{one_line(machine)}; "
+        f"{default_model().stem}, greedy; medians of runs in alternation. In float32, but for w4a16 and everything: "
+        f"the file's own 4 and 8 bits, products in bfloat16.\n{one_line(machine)}; "
         f"measured limits {limits.bandwidth / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s."
     )
     print(f"One request: {len(workload.prompt)} tokens in, {workload.new_tokens} out; {workload.repeats} runs.\n")
@@ -141,6 +146,8 @@ def ladder(options: argparse.Namespace) -> None:
 
 
 def peers(options: argparse.Namespace) -> None:
+    import torch
+
     from minillm.checkpoint import load
     from minillm.lab import batch_peers, peers, report
     from minillm.lab.machine import busy_warning, describe, one_line
@@ -150,7 +157,8 @@ def peers(options: argparse.Namespace) -> None:
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu", packed=True)
-    single = peers.compare(model, read_workload("story", tokenizer).prompt)
+    small, _ = load(device="cpu", weights="native", compute=torch.bfloat16)
+    single = peers.compare(model, small, read_workload("story", tokenizer).prompt)
     many = batch_peers.compare_batches(model, read_requests("requests", tokenizer))
     results, ratios = single["results"] + many["results"], single["ratios"] | many["ratios"]
     print(report.peers_table(results))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from minillm.config import ModelConfig
 from minillm.drafters import Guesses, Together
 from minillm.kv_cache import ContiguousKV
-from minillm.linear import Linear, adopt_choices
+from minillm.linear import Linear, adopt_choices, pack_all
 from minillm.model import Block, KVStore, RMSNorm, Rope, Transformer
 from minillm.speculative import Proposal
 from minillm.writing import Writer
@@ -58,9 +58,20 @@ class FeatureModel(nn.Module):
         return self.norm(x)
 
 
-def load_drafter(model: Transformer, file: str | os.PathLike = TRAINED) -> FeatureDrafter:
-    """A trained drafter, in the model's dtype and on its device. The one that comes with the package is for SmolLM2
-    135M (weights/README.md). On another model of that size its guesses are of no use, and do no harm.
+def guessing_dtype(model: Transformer) -> torch.dtype:
+    """The model's, or 16 bits where a CPU multiplies them: half the bytes to read. It rounds guesses, never a text."""
+    on_cpu = model.device.type == "cpu" and model.dtype == torch.float32
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)  # absent where PyTorch has no oneDNN
+    return torch.bfloat16 if on_cpu and supported() else model.dtype
+
+
+def load_drafter(
+    model: Transformer, file: str | os.PathLike = TRAINED, dtype: torch.dtype | None = None
+) -> FeatureDrafter:
+    """A trained drafter, on the model's device. The one that comes with the package is for SmolLM2 135M
+    (weights/README.md). On another model of that size its guesses are of no use, and do no harm.
+
+    dtype: what it computes in; by default `guessing_dtype`.
 
     Raises OSError where there is no such file, ValueError if it is damaged or made for a model of other dimensions.
     """
@@ -70,7 +81,8 @@ def load_drafter(model: Transformer, file: str | os.PathLike = TRAINED) -> Featu
         raise ValueError(f"{file} is damaged or no safetensors file ({error})") from None
     if "vocabulary" not in weights or int(weights["vocabulary"].max()) >= model.config.vocab_size:
         raise ValueError(f"{file} is no drafter for a vocabulary of {model.config.vocab_size} tokens")
-    features = FeatureModel(model.config, weights["vocabulary"], dtype=model.dtype, device=model.device)
+    dtype = dtype or guessing_dtype(model)
+    features = FeatureModel(model.config, weights["vocabulary"], dtype=dtype, device=model.device)
     try:
         features.load_state_dict(weights)
     except RuntimeError as error:
@@ -105,20 +117,23 @@ class FeatureDrafter:
                 f"the drafter is made for hidden rows of {features.config.d_model} numbers, the model's have "
                 f"{model.config.d_model}"
             )
-        self.model, self.features = model, features
-        rows = nn.Parameter(model.head.rows(features.vocabulary, model.dtype), requires_grad=False)
+        self.model, self.features, self.dtype = model, features, features.norm.weight.dtype
+        rows = nn.Parameter(model.head.rows(features.vocabulary, self.dtype).detach(), requires_grad=False)
         self.head = Linear(*rows.shape[::-1], weight=rows)
         for module in (features, self.head):
-            adopt_choices(module, model.head)
+            if self.dtype == model.dtype:
+                adopt_choices(module, model.head)
+            else:
+                pack_all(module)
         self.memories: WeakKeyDictionary[Writer, Memory] = WeakKeyDictionary()
 
     def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
         """After a gap (tokens found in a shared cache) or a step back (a preemption) it begins anew from there."""
-        memory = self.memories.get(writer)
+        memory, hidden = self.memories.get(writer), hidden.to(self.dtype)
         if memory is not None and memory.known == start:
             memory.pending = torch.cat([memory.pending, hidden])
         else:
-            kv = ContiguousKV(self.features.config, max(1, writer.limit - start), self.model.dtype, self.model.device)
+            kv = ContiguousKV(self.features.config, max(1, writer.limit - start), self.dtype, self.model.device)
             self.memories[writer] = Memory(kv, start, hidden)
 
     @torch.inference_mode()
@@ -145,7 +160,7 @@ class FeatureDrafter:
         counts, device = [len(r) for r in rows], self.model.device
         texts = [draft.writer.tokens + draft.ids for draft in drafts]
         following = [t[m.cached + 1 : m.cached + 1 + n] for t, m, n in zip(texts, memories, counts, strict=True)]
-        embedded = self.model.embed(torch.tensor([i for ids in following for i in ids], device=device))
+        embedded = self.model.embed(torch.tensor([i for ids in following for i in ids], device=device)).to(self.dtype)
         positions = [torch.arange(m.cached, m.cached + n, device=device) for m, n in zip(memories, counts, strict=True)]
         store = Together([memory.kv for memory in memories], counts)
         predicted = self.features(torch.cat(list(rows)), embedded, torch.cat(positions), store)

@@ -351,6 +351,8 @@ def test_model_dtype_and_device_reach_the_loader(monkeypatch, capsys):
     assert seen == {"name": "here", "dtype": torch.bfloat16, "device": "cpu"}
     run("generate", PROMPT)
     assert seen == {"name": "smollm2-135m", "dtype": torch.float32, "device": None}
+    run("generate", PROMPT, "--weights", "native")
+    assert (seen["weights"], seen["compute"]) == ("native", torch.bfloat16)
 
 
 # generate, on the real model.
@@ -622,11 +624,12 @@ def test_ladder_writes_tables_json_and_a_picture(tiny_workload, tmp_path, capsys
     lines = [line for line in out.splitlines() if line]
     assert lines[0] == "One request: 5 tokens in, 4 out; 1 runs."
     assert lines[1].startswith("stage") and set(lines[2]) <= set("- ")
-    assert lines[7].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
-    rungs = ["naive", "kv_cache", "tiled", "speculative", "one_by_one", "static", "paged", "continuous"]
-    for line, stage in zip(lines[3:7] + lines[10:14], rungs, strict=True):
-        assert line.startswith(stage) and line.endswith("yes")
-    caption = " ".join(lines[14:])
+    assert lines[8].startswith("3 requests at once: 3 to 5 tokens in, 2 to 4 out; up to 2 at a time, memory for 32")
+    rungs = ["naive", "kv_cache", "tiled", "speculative", "w4a16", "one_by_one", "static", "paged", "continuous",
+             "everything"]  # fmt: skip
+    for line, stage in zip(lines[3:8] + lines[11:16], rungs, strict=True):
+        assert line.startswith(stage) and line.endswith("yes")  # so few tokens, and none of them is close
+    caption = " ".join(lines[16:])
     assert "Chip, 4 cores" in caption and "20.0 GB/s, 50 GFLOP/s" in caption
     assert "Traceback" not in err and "busy" not in err
 
@@ -649,8 +652,8 @@ def test_a_busy_machine_is_warned_of(tiny_workload, capsys, monkeypatch):
 
     busy = machine.describe() | {"busy": 0.8}
     monkeypatch.setattr(machine, "describe", lambda: busy)
-    monkeypatch.setattr("minillm.lab.ladder.climb", lambda *args: [])
-    monkeypatch.setattr("minillm.lab.batch_ladder.climb", lambda *args: [])
+    monkeypatch.setattr("minillm.lab.ladder.climb", lambda *args, **kwargs: [])
+    monkeypatch.setattr("minillm.lab.batch_ladder.climb", lambda *args, **kwargs: [])
     assert run("ladder", "--quick") == 0
     err = capsys.readouterr().err
     assert err.startswith("minillm: the machine was busy (80%") and err.count("\n") == 1
@@ -661,7 +664,8 @@ def test_bench_peers_prints_every_ratio_and_writes_json(tiny_workload, tmp_path,
     ratios = {"single_stream_vs_transformers": 1.625, "w4a16_vs_llama_cpp": None}
     asked = []
 
-    def compare(model, prompt):
+    def compare(model, small, prompt):
+        assert "Q4_1" in small or len(list(small.buffers())) > len(list(model.buffers()))
         asked.append(prompt)
         return {"results": results, "ratios": ratios}
 

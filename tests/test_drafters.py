@@ -782,6 +782,30 @@ def test_a_saved_drafter_guesses_as_the_one_in_memory(tmp_path):
     assert guesses[0] == guesses[1] and len(guesses[0]) == 4
 
 
+@pytest.mark.parametrize("supported", [True, False])
+def test_on_a_cpu_with_16_bit_products_it_guesses_by_them(supported, monkeypatch, tmp_path):
+    save(FEATURES, tmp_path / "drafter.safetensors")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported, raising=False)
+    models = {dtype: random_model().to(dtype) for dtype in (torch.float64, torch.float32, torch.float16)}
+    chosen = {d: load_drafter(m, tmp_path / "drafter.safetensors").dtype for d, m in models.items()}
+    assert chosen == {d: torch.bfloat16 if supported and d == torch.float32 else d for d in models}
+
+
+def test_a_drafter_in_16_bits_changes_no_text(tmp_path):
+    """And hardly a guess: the differences of its logits are those of rounding."""
+    save(FEATURES, tmp_path / "drafter.safetensors")
+    model = random_model().to(torch.float32)
+    exact, rounded = (load_drafter(model, tmp_path / "drafter.safetensors", t) for t in (torch.float32, torch.bfloat16))
+    assert (exact.head.weight.dtype, rounded.head.weight.dtype) == (torch.float32, torch.bfloat16)
+    rows = torch.randn(40, TINY.d_model, generator=torch.Generator().manual_seed(0))
+    error = (rounded.logits(rows.bfloat16()) - exact.logits(rows))[:, FEATURES.vocabulary].abs()
+    assert 0 < float(error.max()) < 0.05 * float(exact.logits(rows)[:, FEATURES.vocabulary].abs().max())
+    for prompt in PROMPTS:
+        text = speculative.generate(model, None, prompt, watched := Watched(rounded), GREEDY, k=3)
+        assert text.tokens == generation.generate(model, None, prompt, GREEDY).tokens
+        assert any(r.guesses for r in watched.rounds)
+
+
 def test_a_file_that_is_no_drafter_for_the_model_is_refused(tmp_path):
     good, file = FEATURES.state_dict(), tmp_path / "drafter.safetensors"
     wide = FeatureModel(replace(TINY, d_model=12), torch.arange(5)).state_dict()
@@ -1143,9 +1167,9 @@ def test_the_trained_drafter_has_learned(smollm2):
     """On new questions a fair share of its guesses is right; one whose first weights are random knows little."""
     model, tokenizer = smollm2
     shares = []
-    for drafter in (load_drafter(model), load_drafter(model)):
-        if shares:
-            torch.nn.init.normal_(drafter.features.join.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    without = load_drafter(model, dtype=torch.float32).features
+    torch.nn.init.normal_(without.join.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    for drafter in (load_drafter(model), FeatureDrafter(model, without)):
         watched = Watched(drafter)
         for question in QUESTIONS:
             prompt = tokenizer.encode_chat([{"role": "user", "content": question}])

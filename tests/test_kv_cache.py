@@ -105,9 +105,7 @@ def check(model: Transformer, examples: int, phases=(Phase.generate, Phase.shrin
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_row_equals_the_naive_pass(name):
-    met = Counter()
-    for seed in range(3):
-        met += check(random_model(CONFIGS[name], seed), examples=150)
+    met = check(random_model(CONFIGS[name]), examples=150)
     assert met["rows"] > 500
     assert met["chunks on a past"] > 100
     assert met["truncations"] > 40

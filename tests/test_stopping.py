@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minillm.stopping import StopStrings
 
-RUNS = settings(max_examples=1000, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
+RUNS = settings(max_examples=500, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
 PIECES = st.lists(st.text("abc", max_size=4), max_size=12)  # three letters, so that near misses abound
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=3)
 

@@ -1,6 +1,6 @@
-"""The rungs of the ladder that need many requests: one by one, in static batches, in blocks, continuously.
+"""The rungs of the ladder that need many requests: one by one, in static batches, in blocks, continuously, and all.
 
-All four get the same requests at the same moment, the same memory for keys and values, and must write the same texts.
+All get the same requests at the same moment, the same memory for keys and values, and must write the same texts.
 The second and the third differ only in what is set aside for a request: the longest that any may become, as a cache in
 one piece has to, or the blocks that it fills. The third and the fourth differ only in who may join when.
 """
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 
+from minillm.drafters import NgramDrafter
 from minillm.engine import Engine
+from minillm.feature_drafter import load_drafter
 from minillm.generation import generate
 from minillm.lab.bench import Measured, alternate
 from minillm.lab.ladder import Row, contiguous, first_difference
@@ -21,6 +23,9 @@ from minillm.lab.serving import replay
 from minillm.lab.workload import Requests
 from minillm.model import Transformer
 from minillm.policies import Continuous, Policy, Static
+from minillm.speculative import Drafter
+
+GUESSES = 1  # for each text of a batch: there every row costs
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Rung:
     new: str
     against: str | None
     run: Callable[[Transformer, Requests], Run]
+    quantized: bool = False  # on the model with 4-bit weights
 
 
 def one_by_one(model: Transformer, w: Requests) -> Run:
@@ -58,16 +64,26 @@ def one_by_one(model: Transformer, w: Requests) -> Run:
     return Run(tokens, times, reserved, used, [1 / w.max_num_seqs] * len(used))
 
 
-def batched(make_policy: Callable[[Requests], Policy], model: Transformer, w: Requests) -> Run:
+def batched(
+    make_policy: Callable[[Requests], Policy], model: Transformer, w: Requests, drafter: Drafter | None = None
+) -> Run:
     """Through the engine. Under a policy that reserves, what it reserves counts, not the blocks that are filled."""
     policy = make_policy(w)
-    engine = Engine(
-        model, None, n_blocks=w.n_blocks, block_size=w.block_size, max_num_seqs=w.max_num_seqs, policy=policy
-    )
+    sizes = {"n_blocks": w.n_blocks, "block_size": w.block_size, "max_num_seqs": w.max_num_seqs}
+    engine = Engine(model, None, **sizes, policy=policy, drafter=drafter, k=GUESSES)
     done = replay(engine, w.trace)
     row, reserve = engine.kv.nbytes_per_block // w.block_size, getattr(policy, "reserve", 0)
     reserved = [row * (s.running * reserve if reserve else s.owned * w.block_size) for s in done.steps]
     return Run(done.tokens, done.times, reserved, [row * s.held for s in done.steps], done.utilisation)
+
+
+def guessing(model: Transformer, w: Requests) -> Run:
+    """By the trained drafter where it fits the model, else from the text's own past."""
+    try:
+        drafter = load_drafter(model)
+    except ValueError:
+        drafter = NgramDrafter()
+    return batched(lambda w: Continuous(), model, w, drafter)
 
 
 RUNGS = (
@@ -80,14 +96,19 @@ RUNGS = (
     ),
     Rung("paged", "the same in blocks, taken as needed: more fit", "static", partial(batched, lambda w: Static())),
     Rung("continuous", "join and leave at every step", "one_by_one", partial(batched, lambda w: Continuous())),
+    Rung("everything", "4-bit weights and a guess for each text", "one_by_one", guessing, quantized=True),
 )
 
 
-def climb(model: Transformer, workload: Requests, progress: bool = True) -> list[Row]:
-    """Measure all rungs in alternation."""
-    contestants = {rung.stage: partial(rung.run, model, workload) for rung in RUNGS}
+def climb(
+    model: Transformer, workload: Requests, progress: bool = True, small: Transformer | None = None
+) -> list[Row]:
+    """Measure all rungs in alternation. small: the model in 4-bit weights (ladder.py)."""
+    models = {rung: small if rung.quantized else model for rung in RUNGS}
+    rungs = [rung for rung, own in models.items() if own is not None]
+    contestants = {rung.stage: partial(rung.run, models[rung], workload) for rung in rungs}
     measured = alternate(contestants, workload.repeats, progress, warm_up=False)
-    return [row(rung, measured, model, workload) for rung in RUNGS]
+    return [row(rung, measured, model, workload) for rung in rungs]
 
 
 def row(rung: Rung, measured: dict[str, Measured[Run]], model: Transformer, w: Requests) -> Row:

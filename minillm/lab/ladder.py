@@ -21,7 +21,9 @@ from minillm.lab.bench import Measured, alternate
 from minillm.lab.metrics import RequestTimes, throughput
 from minillm.lab.roofline import Limits, request_steps, step_work
 from minillm.lab.workload import Workload
+from minillm.linear import Linear
 from minillm.model import NoCache, SequenceStore, Transformer
+from minillm.quant_linear import QuantLinear
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,15 @@ class Run:
 @dataclass(frozen=True)
 class Rung:
     """One stage. `run` does the workload; `predict` gives the roofline's (TTFT, TPOT) in seconds for it, with one token
-    a pass: guesses that are right can be quicker, and more than the whole of the memory limit."""
+    a pass: guesses that are right can be quicker, and more than the whole of the memory limit. quantized: it runs on
+    the model with 4-bit weights."""
 
     stage: str
     new: str
     against: str | None
     run: Callable[[Transformer, Workload], Run]
     predict: Callable[[Transformer, Workload, Limits], tuple[float, float]]
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,10 +114,19 @@ def predict_naive(model: Transformer, w: Workload, limits: Limits) -> tuple[floa
 
 def predict_cached(model: Transformer, w: Workload, limits: Limits) -> tuple[float, float]:
     """One prefill, then steps of one token on a past that grows."""
-    size = model.dtype.itemsize
-    steps = request_steps(model.config, len(w.prompt), w.new_tokens, weight_bytes=size, kv_bytes=size)
+    sizes = {"weight_bytes": bytes_a_weight(model), "kv_bytes": model.dtype.itemsize}
+    steps = request_steps(model.config, len(w.prompt), w.new_tokens, **sizes)
     first, *later = [step.seconds(limits) for step in steps]
     return first, mean(later)
+
+
+def bytes_a_weight(model: Transformer) -> float:
+    """Of the matrices that a step reads; with scales and minima, where they are on a grid."""
+    layers = [module for module in (*model.blocks.modules(), model.head) if isinstance(module, Linear | QuantLinear)]
+    quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
+    size = sum(layer.weight.nbytes for layer in layers if isinstance(layer, Linear))
+    size += sum(buffer.nbytes for layer in quantized for buffer in layer.buffers())
+    return size / (model.config.layer_parameters + model.config.head_parameters)
 
 
 def prefill_seconds(model: Transformer, tokens: int, limits: Limits) -> float:
@@ -126,24 +139,33 @@ RUNGS = (
     Rung("kv_cache", "keep keys and values, feed one token", "naive", partial(run_single, contiguous), predict_cached),
     Rung("tiled", "attention in tiles, no matrix of scores", "kv_cache", partial(run_single, tiled), predict_cached),
     Rung("speculative", "guess from the text's past, verify in one pass", "kv_cache", run_guessing, predict_cached),
+    Rung("w4a16", "weights of 4 bits, read as they are", "kv_cache", partial(run_single, contiguous), predict_cached, True),
 )
 
 
-def climb(model: Transformer, workload: Workload, limits: Limits, progress: bool = True) -> list[Row]:
-    """Measure all rungs in alternation. `limits` are those of this machine, for the predictions."""
-    contestants = {rung.stage: partial(rung.run, model, workload) for rung in RUNGS}
+def climb(
+    model: Transformer, workload: Workload, limits: Limits, progress: bool = True, small: Transformer | None = None
+) -> list[Row]:
+    """Measure all rungs in alternation. `limits` are those of this machine, for the predictions. small: the model in
+    4-bit weights; without it, the rungs that run on it are left out."""
+    models = {rung: small if rung.quantized else model for rung in RUNGS}
+    rungs = [rung for rung, own in models.items() if own is not None]
+    contestants = {rung.stage: partial(rung.run, models[rung], workload) for rung in rungs}
     measured = alternate(contestants, workload.repeats, progress)
-    return [row(rung, measured, model, workload, limits) for rung in RUNGS]
+    return [row(rung, measured, model, models[rung], workload, limits) for rung in rungs]
 
 
-def row(rung: Rung, measured: dict[str, Measured[Run]], model: Transformer, w: Workload, limits: Limits) -> Row:
+def row(
+    rung: Rung, measured: dict[str, Measured[Run]], model: Transformer, used: Transformer, w: Workload, limits: Limits
+) -> Row:
+    """model: whose texts are the right ones; used: the one that the rung runs on."""
     own = measured[rung.stage]
     reference = measured[RUNGS[0].stage].runs[0].tokens
     differences = (first_difference(model, w.prompt, reference, run.tokens) for run in own.runs)
     difference = next((found for found in differences if found), None)
     tpot = own.median(lambda run: run.times.tpot)
-    weights = (model.config.layer_parameters + model.config.head_parameters) * model.dtype.itemsize
-    predicted_ttft, predicted_tpot = rung.predict(model, w, limits)
+    weights = (model.config.layer_parameters + model.config.head_parameters) * bytes_a_weight(used)
+    predicted_ttft, predicted_tpot = rung.predict(used, w, limits)
     return Row(
         stage=rung.stage,
         new=rung.new,

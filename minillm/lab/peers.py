@@ -1,8 +1,8 @@
 """Other people's code on the same weights, the same text and the same threads, in turn with ours in one process.
 
 transformers: `generate`, float32, scaled_dot_product_attention, its dynamic cache; the very tensors of our model.
-llama.cpp: the GGUF file itself in 4 bits, where llama-cpp-python is installed. It reads a sixth of the bytes, so it is
-no rival of the float32 loop; it is the mark that the quantized stage aims at.
+llama.cpp: the GGUF file itself in 4 bits, where llama-cpp-python is installed. Our own 4-bit weights are those of the
+same file; both read a sixth of float32's bytes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from minillm.sampling import SamplingParams
 TASK = "one request, 64 tokens in, 128 out"
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 REPEATS = 5
-RATIOS = (
-    "single_stream_vs_transformers",
-    "throughput_vs_transformers_best",
-    "w4a16_vs_own_float32",
-    "w4a16_vs_llama_cpp",
-)
+WIDE, SMALL = "minillm float32", "minillm Q4_1, products in bfloat16"
+RATIOS = {  # the rate of the first over that of the second; by how their names begin
+    "single_stream_vs_transformers": (WIDE, "transformers"),
+    "w4a16_vs_own_float32": (SMALL, WIDE),
+    "w4a16_vs_llama_cpp": (SMALL, "llama.cpp"),
+}
 
 
-def compare(model: Transformer, prompt: list[int], progress: bool = True) -> dict[str, object]:
-    """Tokens per second of every peer that is installed, and the ratios; a ratio is null where a side is missing."""
+def compare(model: Transformer, small: Transformer, prompt: list[int], progress: bool = True) -> dict[str, object]:
+    """Tokens per second of every peer that is installed, and the ratios; a ratio is null where a side is missing.
+
+    small: the model with the file's own 4-bit weights.
+    """
     if len(prompt) != PROMPT_TOKENS:
         raise ValueError(f"the prompt must have {PROMPT_TOKENS} tokens, not {len(prompt)}")
-    contestants = {"minillm float32": lambda: ours(model, prompt)}
+    contestants = {WIDE: lambda: ours(model, prompt), SMALL: lambda: ours(small, prompt)}
     if installed("transformers"):
         peer = to_transformers(model)
         contestants[f"transformers {version('transformers')} float32"] = lambda: transformers_generate(peer, prompt)
@@ -49,11 +52,13 @@ def compare(model: Transformer, prompt: list[int], progress: bool = True) -> dic
         {"name": name, "task": TASK, "tokens_per_s": runs.median(float), "spread": runs.spread(float)}
         for name, runs in measured.items()
     ]
-    rates = {result["name"].split()[0]: result["tokens_per_s"] for result in results}
-    ratios: dict[str, float | None] = dict.fromkeys(RATIOS)
-    if "transformers" in rates:
-        ratios["single_stream_vs_transformers"] = rates["minillm"] / rates["transformers"]
+    ratios = {name: ratio(results, *pair) for name, pair in RATIOS.items()}
     return {"results": results, "ratios": ratios}
+
+
+def ratio(results: list[dict], first: str, second: str) -> float | None:
+    rates = [next((r["tokens_per_s"] for r in results if r["name"].startswith(name)), None) for name in (first, second)]
+    return None if None in rates else rates[0] / rates[1]
 
 
 def installed(module: str) -> bool:

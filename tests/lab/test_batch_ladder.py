@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 
+from minillm.drafters import ModelDrafter, NgramDrafter
 from minillm.generation import generate
 from minillm.lab import batch_ladder
 from minillm.lab.batch_ladder import RUNGS, Run, climb
@@ -22,6 +23,8 @@ from minillm.lab.roofline import Limits
 from minillm.lab.serving import Arrival
 from minillm.lab.workload import Requests
 from minillm.policies import Continuous
+from minillm.quantize import Grid
+from minillm.quantized_model import quantize
 
 ROW = TINY.kv_elements_per_token * 8  # bytes of one token in float64
 
@@ -53,7 +56,7 @@ def test_every_rung_writes_the_texts_of_the_plain_loop(seed):
 
 
 def test_each_rung_is_compared_with_an_earlier_one():
-    assert [rung.stage for rung in RUNGS] == ["one_by_one", "static", "paged", "continuous"]
+    assert [rung.stage for rung in RUNGS] == ["one_by_one", "static", "paged", "continuous", "everything"]
     for i, rung in enumerate(RUNGS[1:], start=1):
         assert rung.against in [earlier.stage for earlier in RUNGS[:i]]
 
@@ -78,7 +81,7 @@ def test_static_batches_set_the_longest_text_aside_and_blocks_do_not():
 
 
 def test_in_one_memory_more_fit_in_blocks_than_in_one_piece_and_nobody_waits_when_a_place_is_free():
-    static, paged, continuous = (rung.run(tiny_model(), WORKLOAD) for rung in RUNGS[1:])
+    static, paged, continuous = (rung.run(tiny_model(), WORKLOAD) for rung in RUNGS[1:4])
     assert max(static.utilisation) == 2 / 4  # 64 slots, 24 for each
     assert max(paged.utilisation) == 1
     assert len(continuous.utilisation) < len(paged.utilisation) < len(static.utilisation)
@@ -121,6 +124,31 @@ def test_a_row_holds_medians_over_runs_and_requests(monkeypatch):
 def test_the_json_carries_both_kinds_of_rungs():
     rows = climb(tiny_model(), WORKLOAD, progress=False)
     content = json.loads(json.dumps(as_json(rows, {}, Limits("m", 1e9, 1e9)), allow_nan=False))
-    assert [rung["stage"] for rung in content["rungs"]] == [rung.stage for rung in RUNGS]
+    assert [rung["stage"] for rung in content["rungs"]] == [rung.stage for rung in RUNGS[:4]]
     for rung in content["rungs"]:
         assert rung["workload"] == "few" and 0 <= rung["kv_waste"] < 1 and 0 < rung["utilisation"] <= 1
+
+
+def test_everything_runs_on_the_small_model_and_is_judged_by_the_wide_ones_texts():
+    """A model in 8 bits, rows whole: near enough that the texts are the same. One of another seed: they are not."""
+    small = quantize(tiny_model(), Grid(8, None))
+    rows = climb(tiny_model(), WORKLOAD, progress=False, small=small)
+    assert [row.stage for row in rows] == [rung.stage for rung in RUNGS]
+    assert all(row.same_tokens for row in rows)
+    assert rows[-1].against == "one_by_one" and rows[-1].kv_bytes > 0
+    *right, wrong = climb(tiny_model(), WORKLOAD, progress=False, small=tiny_model(1))
+    assert all(row.same_tokens for row in right)
+    assert not wrong.same_tokens
+
+
+def test_everything_guesses(monkeypatch):
+    """With what fits: the tiny model has no trained drafter. One that knows the model finishes in fewer steps."""
+    seen = []
+    real = batch_ladder.batched
+    monkeypatch.setattr(batch_ladder, "batched", lambda *args: seen.append(args[3]) or real(*args))
+    RUNGS[-1].run(tiny_model(), WORKLOAD)
+    assert isinstance(seen[0], NgramDrafter)
+    monkeypatch.setattr(batch_ladder, "load_drafter", lambda model: ModelDrafter(tiny_model()))
+    knowing, plain = RUNGS[-1].run(tiny_model(), WORKLOAD), RUNGS[3].run(tiny_model(), WORKLOAD)
+    assert knowing.tokens == plain.tokens
+    assert len(knowing.utilisation) < len(plain.utilisation)

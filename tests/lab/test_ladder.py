@@ -23,6 +23,9 @@ from minillm.lab.metrics import RequestTimes
 from minillm.lab.roofline import Limits, step_work
 from minillm.lab.workload import Workload
 from minillm.model import NoCache, Rope, Transformer, rotate
+from minillm.quant_linear import QuantLinear
+from minillm.quantize import Grid
+from minillm.quantized_model import quantize
 
 WORKLOAD = Workload("tiny", prompt=[3, 14, 15, 9, 2, 6], new_tokens=12, repeats=2)
 LIMITS = Limits("a slow machine", flops=1e6, bandwidth=1e6)
@@ -50,7 +53,7 @@ def margin(model: Transformer, tokens: list[int]) -> float:
 
 
 def test_the_rungs_climb_in_order_each_against_an_earlier_one():
-    assert [rung.stage for rung in RUNGS][:4] == ["naive", "kv_cache", "tiled", "speculative"]
+    assert [rung.stage for rung in RUNGS] == ["naive", "kv_cache", "tiled", "speculative", "w4a16"]
     assert [rung.against for rung in RUNGS][:2] == [None, "naive"]
     for i, rung in enumerate(RUNGS[1:], start=1):
         assert rung.against in [earlier.stage for earlier in RUNGS[:i]]
@@ -254,6 +257,37 @@ def test_the_memory_limit_is_the_time_to_read_all_weights_once(by_hand):
     assert by_hand[1].memory_limit_fraction == pytest.approx(reading / 0.5)
 
 
+# The rung with 4-bit weights.
+
+
+def in_bits(bits: int) -> Transformer:
+    return quantize(tiny_model(dtype=torch.float32), Grid(bits, None), head=Grid(8, None, symmetric=True))
+
+
+def test_the_small_models_rung_is_judged_by_the_wide_models_text():
+    model = tiny_model(dtype=torch.float32)
+    *wide, small = climb(model, WORKLOAD, LIMITS, progress=False, small=in_bits(8))
+    assert [row.stage for row in (*wide, small)] == [rung.stage for rung in RUNGS]
+    assert all(row.same_tokens for row in wide) and small.same_tokens  # 8 bits of whole rows are near enough
+    *wide, small = climb(model, WORKLOAD, LIMITS, progress=False, small=in_bits(2))
+    assert all(row.same_tokens for row in wide)
+    at = small.first_difference["position"]
+    text = naive_text(model, WORKLOAD)
+    assert small.first_difference["margin"] == pytest.approx(margin(model, WORKLOAD.prompt + text[:at]), rel=1e-4)
+
+
+def test_predictions_and_the_memory_limit_count_the_bytes_that_are_stored():
+    small = in_bits(4)
+    matrices, head = TINY.layer_parameters, TINY.head_parameters
+    rows = sum(m.n_out for m in (*small.blocks.modules(), small.head) if isinstance(m, QuantLinear))
+    narrow = sum(m.n_out for m in small.blocks.modules() if isinstance(m, QuantLinear))
+    expected = matrices / 2 + head + 2 * rows + 2 * narrow  # a scale in 16 bits each, and in 4 bits a minimum
+    assert ladder.bytes_a_weight(small) == pytest.approx(expected / (matrices + head))
+    assert ladder.bytes_a_weight(tiny_model(dtype=torch.float32)) == 4
+    row = climb(tiny_model(dtype=torch.float32), WORKLOAD, LIMITS, progress=False, small=small)[-1]
+    assert row.memory_limit_fraction == pytest.approx(expected / LIMITS.bandwidth / (row.tpot_ms / 1e3))
+
+
 # The JSON.
 
 KEYS = ["stage", "new", "workload", "tokens_per_s", "spread", "ttft_ms", "tpot_ms", "predicted_ttft_ms",
@@ -266,7 +300,7 @@ def test_the_json_has_exactly_the_promised_keys():
     content = json.loads(json.dumps(as_json(rows, {"cpu": "Chip"}, Limits("m", 2e9, 3e9)), allow_nan=False))
     assert content["machine"] == {"cpu": "Chip", "gflops": 2.0, "gb_per_s": 3.0}
     assert list(content) == ["machine", "rungs"]
-    assert [rung["stage"] for rung in content["rungs"]] == [rung.stage for rung in RUNGS]
+    assert [rung["stage"] for rung in content["rungs"]] == [rung.stage for rung in RUNGS[:4]]
     for rung in content["rungs"]:
         assert list(rung) == KEYS
         assert rung["workload"] == "tiny" and rung["same_tokens"] is True

@@ -14,21 +14,28 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 
+import minillm
 from minillm.config import RopeScaling
 from minillm.generation import generate
 from minillm.lab import peers
 from minillm.lab.bench import Measured
 from minillm.model import NoCache, Transformer
+from minillm.quantize import Grid
+from minillm.quantized_model import quantize
 from minillm.sampling import SamplingParams
 
 PROMPT = [3, 14, 15, 9]
 CONFIG = replace(TINY, norm_eps=1e-2)  # large enough that a wrong one shows
-RATIOS = ["single_stream_vs_transformers", "throughput_vs_transformers_best", "w4a16_vs_own_float32",
-          "w4a16_vs_llama_cpp"]  # fmt: skip
+RATIOS = ["single_stream_vs_transformers", "w4a16_vs_own_float32", "w4a16_vs_llama_cpp"]
+OURS = ["minillm float32", "minillm Q4_1, products in bfloat16"]
 
 
 def small_model(**changes) -> Transformer:
     return tiny_model(config=replace(CONFIG, **changes), dtype=torch.float32)
+
+
+def in_4_bits() -> Transformer:
+    return quantize(small_model(), Grid(4, None), compute=torch.bfloat16).prepare()
 
 
 def logits(model: Transformer, ids: torch.Tensor) -> torch.Tensor:
@@ -145,19 +152,21 @@ def test_what_a_plain_llama_cannot_hold_is_refused(change):
 # The comparison.
 
 
-def test_without_peers_there_are_our_own_numbers_and_no_ratio(only, small_sizes):
+def test_without_peers_there_are_our_own_numbers_and_their_ratio(only, small_sizes):
     only()
-    result = peers.compare(small_model(), PROMPT, progress=False)
-    assert [r["name"] for r in result["results"]] == ["minillm float32"]
+    result = peers.compare(small_model(), in_4_bits(), PROMPT, progress=False)
+    assert [r["name"] for r in result["results"]] == OURS
     assert list(result["ratios"]) == RATIOS
+    wide, narrow = (r["tokens_per_s"] for r in result["results"])
+    assert result["ratios"].pop("w4a16_vs_own_float32") == narrow / wide
     assert set(result["ratios"].values()) == {None}
     json.dumps(result, allow_nan=False)
 
 
 def test_transformers_alone_gives_the_single_stream_ratio(only, small_sizes):
     only("transformers")
-    result = peers.compare(small_model(), PROMPT, progress=False)
-    ours, theirs = result["results"]
+    result = peers.compare(small_model(), in_4_bits(), PROMPT, progress=False)
+    ours, _, theirs = result["results"]
     assert ours["name"] == "minillm float32"
     assert theirs["name"].startswith("transformers ") and theirs["name"].endswith(" float32")
     for line in (ours, theirs):
@@ -165,29 +174,29 @@ def test_transformers_alone_gives_the_single_stream_ratio(only, small_sizes):
         assert 0 < line["spread"][0] <= line["tokens_per_s"] <= line["spread"][1]
     ratio = result["ratios"].pop("single_stream_vs_transformers")
     assert ratio == ours["tokens_per_s"] / theirs["tokens_per_s"]
-    assert set(result["ratios"].values()) == {None}
+    assert result["ratios"]["w4a16_vs_llama_cpp"] is None
 
 
 def test_the_ratio_is_ours_over_theirs_by_medians(only, small_sizes, monkeypatch):
     only("transformers", "llama_cpp")
     monkeypatch.setattr(peers, "to_transformers", lambda model: None)
     monkeypatch.setattr(peers, "llama_cpp", lambda: None)
-    rates = [[30.0, 10.0, 32.0], [12.0, 15.0, 20.0], [90.0, 91.0, 92.0]]
+    rates = [[30.0, 10.0, 32.0], [60.0, 61.0, 45.5], [12.0, 15.0, 20.0], [90.0, 91.0, 120.0]]
 
     def alternate(contestants, repeats, progress):
         return {name: Measured(runs) for name, runs in zip(contestants, rates, strict=True)}
 
     monkeypatch.setattr(peers, "alternate", alternate)
-    result = peers.compare(small_model(), PROMPT)
-    assert [r["tokens_per_s"] for r in result["results"]] == [30, 15, 91]
-    assert [r["spread"] for r in result["results"]] == [(10, 32), (12, 20), (90, 92)]
-    assert result["ratios"]["single_stream_vs_transformers"] == 2.0
-    assert result["results"][2]["name"].startswith("llama.cpp (")
+    result = peers.compare(small_model(), None, PROMPT)
+    assert [r["tokens_per_s"] for r in result["results"]] == [30, 60, 15, 91]
+    assert [r["spread"] for r in result["results"]] == [(10, 32), (45.5, 61), (12, 20), (90, 120)]
+    assert list(result["ratios"].values()) == [2.0, 2.0, 60 / 91]
+    assert result["results"][3]["name"].startswith("llama.cpp (")
 
 
 def test_a_prompt_of_another_length_is_refused():
     with pytest.raises(ValueError, match="must have 64 tokens, not 4"):
-        peers.compare(small_model(), PROMPT)
+        peers.compare(small_model(), None, PROMPT)
 
 
 def test_the_task_says_the_sizes_that_are_run():
@@ -233,9 +242,10 @@ def test_all_peers_on_the_real_model(smollm2, small_sizes):
     model, tokenizer = smollm2
     prompt = tokenizer.encode("The capital of France")
     assert len(prompt) == len(PROMPT)
-    result = peers.compare(model, prompt, progress=False)
-    assert [r["name"].split()[0] for r in result["results"]] == ["minillm", "transformers", "llama.cpp"]
+    narrow, _ = minillm.load(device="cpu", weights="native", compute=torch.bfloat16)
+    result = peers.compare(model, narrow, prompt, progress=False)
+    assert [r["name"].split()[0] for r in result["results"]] == ["minillm", "minillm", "transformers", "llama.cpp"]
     assert all(r["tokens_per_s"] > 0 for r in result["results"])
     assert list(result["ratios"]) == RATIOS
-    assert result["ratios"]["single_stream_vs_transformers"] > 0
+    assert min(result["ratios"].values()) > 0
     json.dumps(result, allow_nan=False)
