@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from IPython import get_ipython
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -50,12 +51,23 @@ class Picture(Figure):
         super().__init__(figsize=(width, height), layout="constrained")
         self.alt = alt
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def png(self) -> bytes:
         drawn, small = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", dpi=DPI)
         Image.open(drawn).convert("RGB").quantize(COLORS).save(small, format="png", optimize=True)
-        image = b64encode(small.getvalue()).decode()
+        return small.getvalue()
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        image = b64encode(self.png()).decode()
         return {"image/png": image, "text/plain": f"Figure: {self.alt}"}, {"image/png": {"alt": self.alt}}
+
+
+def show_pictures_as_they_are() -> None:
+    """In a notebook, once it has shown a widget, IPython would draw all figures its own way, and store them large."""
+    shell = get_ipython()
+    if shell is not None:
+        images = shell.display_formatter.formatters["image/png"]
+        images.for_type(Picture, lambda figure: (figure.png(), {"alt": figure.alt}))
 
 
 def picture(width: float, height: float, title: str, alt: str) -> tuple[Picture, Axes]:

@@ -14,6 +14,7 @@ from IPython.display import Code, Markdown
 from tabulate import tabulate
 
 from minillm.lab.machine import describe, one_line
+from minillm.lab.plots import show_pictures_as_they_are
 
 NOTATION = """
 | symbol | name in the code | meaning | SmolLM2-135M |
@@ -35,6 +36,7 @@ NOTATION = """
 def begin(seed: int = 0) -> tuple[bool, str]:
     """Seed PyTorch, print the machine. -> (whether sizes are to be small: MINILLM_FAST=1, the device to use)"""
     torch.manual_seed(seed)
+    show_pictures_as_they_are()
     fast = os.environ.get("MINILLM_FAST", "0") not in ("", "0")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{one_line(describe())}\ndevice {device}, seed {seed}, {'fast mode: small sizes' if fast else 'full sizes'}")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from base64 import b64decode
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
+from minillm.lab import plots
 from minillm.lab.plots import INK, KINDS, LIGHT, WHITE, cell, draw_bars, picture, show_legend
 
 
@@ -20,6 +23,24 @@ def test_a_picture_is_shown_as_an_image_with_its_text():
     assert metadata["image/png"]["alt"] == "what is seen"
     assert b64decode(data["image/png"]).startswith(b"\x89PNG")
     assert set(data) == {"image/png", "text/plain"}
+
+
+def test_a_picture_stays_small_where_figures_are_drawn_otherwise(monkeypatch):
+    """As in a notebook behind its first widget, when matplotlib's own way of showing figures has been registered."""
+    formatter = DisplayFormatter()
+    formatter.formatters["image/png"].for_type(Figure, lambda figure: b"large")
+    figure, _ = picture(3, 2, "the conclusion", "what is seen")
+    assert formatter.format(figure)[0]["image/png"] == b"large"
+    monkeypatch.setattr(plots, "get_ipython", lambda: SimpleNamespace(display_formatter=formatter))
+    plots.show_pictures_as_they_are()
+    data, metadata = formatter.format(figure)
+    assert data["image/png"] == figure.png() and metadata["image/png"] == {"alt": "what is seen"}
+    assert data["text/plain"] == "Figure: what is seen"
+
+
+def test_without_a_notebook_there_is_nothing_to_register(monkeypatch):
+    monkeypatch.setattr(plots, "get_ipython", lambda: None)
+    plots.show_pictures_as_they_are()
 
 
 def test_drawing_opens_no_window_and_keeps_no_figure():
