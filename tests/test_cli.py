@@ -665,7 +665,7 @@ def test_bench_peers_prints_every_ratio_and_writes_json(tiny_workload, tmp_path,
     asked = []
 
     def compare(model, small, prompt):
-        assert "Q4_1" in small or len(list(small.buffers())) > len(list(model.buffers()))
+        assert (type(model.head).__name__, type(small.head).__name__) == ("Linear", "QuantLinear")
         asked.append(prompt)
         return {"results": results, "ratios": ratios}
 
