@@ -100,9 +100,7 @@ RUNGS = (
 )
 
 
-def climb(
-    model: Transformer, workload: Requests, progress: bool = True, small: Transformer | None = None
-) -> list[Row]:
+def climb(model: Transformer, workload: Requests, progress: bool = True, small: Transformer | None = None) -> list[Row]:
     """Measure all rungs in alternation. small: the model in 4-bit weights (ladder.py)."""
     models = {rung: small if rung.quantized else model for rung in RUNGS}
     rungs = [rung for rung, own in models.items() if own is not None]

@@ -139,7 +139,7 @@ RUNGS = (
     Rung("kv_cache", "keep keys and values, feed one token", "naive", partial(run_single, contiguous), predict_cached),
     Rung("tiled", "attention in tiles, no matrix of scores", "kv_cache", partial(run_single, tiled), predict_cached),
     Rung("speculative", "guess from the text's past, verify in one pass", "kv_cache", run_guessing, predict_cached),
-    Rung("w4a16", "weights of 4 bits, read as they are", "kv_cache", partial(run_single, contiguous), predict_cached, True),
+    Rung("w4a16", "4-bit weights, read as they are", "kv_cache", partial(run_single, contiguous), predict_cached, True),
 )
 
 
