@@ -22,8 +22,7 @@ def hessians(model: Transformer, texts: Sequence[Sequence[int]]) -> dict[str, Te
 
     Each text begins anew, without a past.
     """
-    if not any(len(text) for text in texts):
-        raise ValueError("calibration needs at least one token of text")
+    require_texts(model, texts)
     sums: dict[str, Tensor] = {}
     handles = []
     for name, layer in linear_layers(model):
@@ -42,6 +41,17 @@ def hessians(model: Transformer, texts: Sequence[Sequence[int]]) -> dict[str, Te
             handle.remove()
     rows = sum(len(text) for text in texts)
     return {name: total / rows for name, total in sums.items()}
+
+
+def require_texts(model: Transformer, texts: Sequence[Sequence[int]]) -> None:
+    try:
+        ids = [int(token) for text in texts for token in text]
+    except (TypeError, ValueError):
+        raise ValueError("calibration is a list of texts, each a list of token ids") from None
+    if not ids:
+        raise ValueError("calibration needs at least one token of text")
+    if not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
+        raise ValueError(f"calibration holds token ids beyond the vocabulary of {model.config.vocab_size}")
 
 
 def linear_layers(model: Transformer) -> list[tuple[str, Linear]]:

@@ -131,7 +131,8 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model",
         default="smollm2-135m",
-        help="a GGUF file, a Hugging Face folder, or a hub name (default: %(default)s)",
+        help="a GGUF file, a Hugging Face folder, a .safetensors file that minillm saved, or a hub name "
+        "(default: %(default)s)",
     )
     command.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16", "float64"))
     command.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
@@ -139,7 +140,8 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--weights",
         default="float",
         choices=("float", "native"),
-        help="native: a GGUF file's own 4 and 8 bits, products in bfloat16 (default: %(default)s)",
+        help="native: keep a GGUF file's own 4 and 8 bits; for these and for a saved quantized model, products in "
+        "bfloat16 (default: %(default)s)",
     )
 
 

@@ -109,9 +109,20 @@ def chat(options: argparse.Namespace) -> None:
             print(f"minillm: {error}; {RESET} starts anew", file=sys.stderr)
 
 
-def ladder(options: argparse.Namespace) -> None:
+def four_bit_model():
+    """The default model with its file's own 4 and 8 bits, or None, and a word why, if the file has other numbers."""
     import torch
 
+    from minillm.checkpoint import load
+
+    try:
+        return load(device="cpu", weights="native", compute=torch.bfloat16)[0]
+    except ValueError as error:
+        warn(f"nothing is measured with 4-bit weights: {error}")
+        return None
+
+
+def ladder(options: argparse.Namespace) -> None:
     from minillm.checkpoint import load
     from minillm.fetch import default_model
     from minillm.lab import batch_ladder, ladder, report, roofline
@@ -122,7 +133,7 @@ def ladder(options: argparse.Namespace) -> None:
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu")
-    small, _ = load(device="cpu", weights="native", compute=torch.bfloat16)
+    small = four_bit_model()
     limits = roofline.this_machine()
     workload = read_workload("story", tokenizer, options.quick)
     requests = read_requests("requests", tokenizer, options.quick)
@@ -146,8 +157,6 @@ def ladder(options: argparse.Namespace) -> None:
 
 
 def peers(options: argparse.Namespace) -> None:
-    import torch
-
     from minillm.checkpoint import load
     from minillm.lab import batch_peers, peers, report
     from minillm.lab.machine import busy_warning, describe, one_line
@@ -157,7 +166,7 @@ def peers(options: argparse.Namespace) -> None:
     machine = describe()
     warn(busy_warning(machine["busy"]))
     model, tokenizer = load(device="cpu", packed=True)
-    small, _ = load(device="cpu", weights="native", compute=torch.bfloat16)
+    small = four_bit_model()
     single = peers.compare(model, small, read_workload("story", tokenizer).prompt)
     many = batch_peers.compare_batches(model, read_requests("requests", tokenizer))
     results, ratios = single["results"] + many["results"], single["ratios"] | many["ratios"]

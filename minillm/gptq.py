@@ -60,5 +60,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     damped = hessian.double()
     mean = damped.diagonal().mean().clamp(min=1e-12)
     damped = damped + torch.eye(len(damped), dtype=damped.dtype, device=damped.device) * DAMPING * mean
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    root, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        raise ValueError("the Hessian is not X^T X of any inputs: it is not positive")
+    inverse = torch.cholesky_inverse(root)
     return torch.linalg.cholesky(inverse, upper=True).float()

@@ -22,10 +22,11 @@ from torch import Tensor
 from minillm.blocks import require_counts
 from minillm.config import ModelConfig
 from minillm.model import Transformer
+from minillm.quant_linear import QuantLinear
 
 
 def with_kv_heads(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
-    """The same model with another number of KV heads."""
+    """The same model with another number of KV heads. Raises ValueError if the query heads cannot share them evenly."""
     require_counts(n_kv_heads=n_kv_heads)
     if config.n_heads % n_kv_heads:
         raise ValueError(f"{config.n_heads} query heads cannot share {n_kv_heads} KV heads evenly")
@@ -33,7 +34,10 @@ def with_kv_heads(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
 
 
 def pool_heads(model: Transformer, n_kv_heads: int) -> Transformer:
-    """A copy of the model in which each group of KV heads is one head: the mean of their projections."""
+    """A copy of the model in which each group of KV heads is one head: the mean of their projections.
+
+    Raises ValueError for a number that does not divide them, and for a quantized model.
+    """
     config, old = with_kv_heads(model.config, n_kv_heads), model.config
     if old.n_kv_heads % n_kv_heads:
         raise ValueError(f"{old.n_kv_heads} KV heads cannot be pooled to {n_kv_heads} evenly")
@@ -41,7 +45,10 @@ def pool_heads(model: Transformer, n_kv_heads: int) -> Transformer:
 
 
 def repeat_heads(model: Transformer, n_kv_heads: int) -> Transformer:
-    """A copy of the model in which each KV head stands several times, side by side: it computes the same."""
+    """A copy of the model in which each KV head stands several times, side by side: it computes the same.
+
+    Raises ValueError for a number that is no multiple, and for a quantized model.
+    """
     config, old = with_kv_heads(model.config, n_kv_heads), model.config
     if n_kv_heads % old.n_kv_heads:
         raise ValueError(f"{old.n_kv_heads} KV heads cannot be repeated to {n_kv_heads} evenly")
@@ -54,6 +61,8 @@ def repeat_heads(model: Transformer, n_kv_heads: int) -> Transformer:
 @torch.no_grad()
 def with_projections(model: Transformer, config: ModelConfig, change: Callable[[Tensor], Tensor]) -> Transformer:
     """A copy of the model with `change` made to the rows of its key and of its value projections, and their biases."""
+    if any(isinstance(module, QuantLinear) for module in model.modules()):
+        raise ValueError("this model's matrices are quantized: change its heads first, then quantize")
     old, weights = model.config, model.state_dict()
     for name in weights:
         if name.endswith(("attention.qkv.weight", "attention.qkv.bias")):
@@ -70,7 +79,7 @@ def mean_heads(rows: Tensor, n_heads: int, head_dim: int) -> Tensor:
 
 
 def kv_bytes_a_token(config: ModelConfig, bytes_a_number: int = 2) -> int:
-    """Keys and values of all layers."""
+    """Bytes of the keys and values of one token, in all layers."""
     return config.kv_elements_per_token * bytes_a_number
 
 

@@ -85,6 +85,10 @@ class Parts:
                 f"weights='native' computes with {kinds}; the tensor {name!r} is of kind {tensor.tensor_type.name}"
             )
         found = READERS[tensor.tensor_type](tensor.data)
+        if found.codes.shape[1] != n_in:
+            raise ValueError(
+                f"the tensor {name!r} has rows of {found.codes.shape[1]} weights, and {n_in} were expected"
+            )
         if not (torch.isfinite(found.scale).all() and torch.isfinite(found.minimum).all()):
             raise ValueError(f"the tensor {name!r} has scales that are not finite, or too large for float16")
         heads = self.source.interleaved_heads(tensor)

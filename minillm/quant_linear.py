@@ -54,6 +54,12 @@ class QuantLinear(nn.Module):
         """What it was made of."""
         return self.part(slice(None), self.channel)
 
+    @property
+    def bytes_read(self) -> int:
+        """By one product: the codes, and the grid in the form that serves."""
+        grid = (self.scale, self.minimum) if self.pairs is None else (self.pairs,)
+        return sum(t.nbytes for t in (self.codes, *grid, self.channel, self.bias) if t is not None)
+
     def part(self, rows: slice | Tensor, channel: Tensor | None = None) -> Quantized:
         scale = self.scale[rows]
         minimum = symmetric_minimum(scale, self.bits) if self.minimum is None else self.minimum[rows]
@@ -181,8 +187,9 @@ def require_consistent(weight: Quantized, bias: Tensor | None = None) -> None:
         raise ValueError(f"{list(channel.shape)} factors do not fit rows of {n_in}")
     if bias is not None and bias.shape != (n_out,):
         raise ValueError(f"a bias of shape {list(bias.shape)} does not fit {n_out} rows")
-    if not all(t.is_floating_point() and t.isfinite().all() for t in (scale, weight.minimum)):
-        raise ValueError("scales and minima must be finite numbers with a fraction")
+    factors = () if channel is None else (channel,)
+    if not all(t.is_floating_point() and t.isfinite().all() for t in (scale, weight.minimum, *factors)):
+        raise ValueError("scales, minima and factors must be finite numbers with a fraction")
     if int(codes.max()) >= 2**weight.bits:
         raise ValueError(f"{weight.bits} bits hold codes below {2**weight.bits}, not {int(codes.max())}")
 

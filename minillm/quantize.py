@@ -51,7 +51,7 @@ class Grid:
         return 2**self.bits
 
     def groups(self, n_in: int) -> int:
-        """Groups in a row of n_in weights."""
+        """Groups in a row of n_in weights. Raises ValueError if they do not divide it."""
         if self.group is None:
             return 1
         if n_in % self.group:
@@ -59,7 +59,8 @@ class Grid:
         return n_in // self.group
 
     def bits_a_weight(self, n_in: int) -> float:
-        """With the scales, and the minima of an asymmetric grid."""
+        """As if packed without gaps, with the scales, and the minima of an asymmetric grid. `QuantLinear` stores codes
+        of 2 and 3 bits in 4, and those of 5 to 7 in 8."""
         numbers = self.groups(n_in) * (1 if self.symmetric else 2)
         return self.bits + numbers * torch.finfo(self.dtype).bits / n_in
 

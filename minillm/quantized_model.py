@@ -45,6 +45,7 @@ def quantize(
     """Put the matrices of the blocks on a grid, in place; then `prepare` the model. A refusal changes nothing.
 
     method: "rtn" (round to nearest), "awq" or "gptq"; the last two need `calibration`, some texts as token ids.
+    -> the same model. Raises ValueError for what cannot be put on the grid.
     keep: names of layers ("blocks.0.mlp.down") that stay as they are. compute: the dtype of the products (QuantLinear).
     head: a grid for the embedding and the head, such as Grid(8, 32, symmetric=True); they are rounded to nearest.
     """
@@ -61,7 +62,7 @@ def quantize(
         grid.groups(layer.weight.shape[1])  # all of them first: a refusal should not take minutes
     ends = {"embed": model.embed} if model.config.tied_embeddings else {"embed": model.embed, "head": model.head}
     found = {name: round_to_nearest(layer.weight, head) for name, layer in ends.items()} if head else {}
-    known = hessians(model, calibration) if calibration else {}
+    known = {} if calibration is None else hessians(model, calibration)
     for name, layer in tqdm(layers, "quantizing", leave=False, disable=method == "rtn"):
         found[name] = METHODS[method](layer.weight, grid, known.get(name))
     for name, weight in found.items():
@@ -91,8 +92,13 @@ def quantized_layers(model: Transformer) -> dict[str, QuantLinear]:
 
 
 def save(model: Transformer, tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Write a model with quantized layers, and its tokenizer, to a .safetensors file that `minillm.load` reads."""
+    """Write a model with quantized layers, and its tokenizer, to a .safetensors file that `minillm.load` reads.
+
+    Raises ValueError for a model without such layers or another ending, OSError where the file cannot be written.
+    """
     path = Path(path)
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to save to")
     if path.suffix != ".safetensors":
         raise ValueError(f"the name of the file must end in .safetensors, and {str(path)!r} does not")
     layers = quantized_layers(model)
@@ -169,6 +175,7 @@ def assemble(
         if n <= 4 and n_in % 2 == 0:
             codes = unpack_nibbles(codes)
         minimum = symmetric_minimum(scale, n) if minimum is None else minimum
+        bias = None if bias is None else bias.to(dtype)
         layer = QuantLinear(Quantized(codes, scale, minimum, n, channel), bias, compute)
         if (layer.n_out, layer.n_in) != (n_out, n_in) or (bias is None) != (getattr(place, "bias", None) is None):
             raise ValueError(f"the matrix {name} does not fit the model")

@@ -253,11 +253,18 @@ def test_inputs_that_are_never_used_get_no_factor_out_of_proportion(sizes):
     w, _ = problem(3, 8, 32)
     hessian = torch.diag(torch.tensor(sizes))
     q = awq(w, Grid(4, None), hessian)
-    assert torch.isfinite(q.dequantize()).all() and bool((q.channel > 1e-5).all()) and bool((q.channel < 1e5).all())
+    assert torch.isfinite(q.dequantize()).all()
+    assert q.channel is None or (bool((q.channel > 1e-5).all()) and bool((q.channel < 1e5).all()))
     plain = round_to_nearest(w, Grid(4, None))
     assert output_error(w, q.dequantize(), hessian) <= output_error(w, plain.dequantize(), hessian)
     if not any(sizes):
         assert torch.equal(q.codes, plain.codes)
+
+
+def test_where_no_scaling_helps_there_is_no_factor():
+    w, _ = problem(0)
+    q, plain = awq(w, Grid(4, 8), torch.eye(w.shape[1])), round_to_nearest(w, Grid(4, 8))
+    assert q.channel is None and torch.equal(q.codes, plain.codes)
 
 
 # Both.
@@ -284,6 +291,12 @@ def test_both_say_what_is_missing(method, name):
         spoilt_w[2, 3] = value
         with pytest.raises(ValueError, match="the weights hold numbers that are not finite"):
             method(spoilt_w, Grid(4, 8), hessian)
+
+
+def test_a_hessian_of_no_inputs_is_refused():
+    w, hessian = problem(0)
+    with pytest.raises(ValueError, match="it is not positive"):
+        gptq(w, Grid(4, 8), -hessian)
 
 
 @pytest.mark.parametrize("method", [awq, gptq, round_to_nearest])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY, mutant, random_model
+from conftest import TINY, mutant, random_model, tiny_model
 
 import minillm
 from minillm import SamplingParams, gqa
@@ -17,6 +17,8 @@ from minillm.kv_cache import ContiguousKV
 from minillm.lab.catalogue import MODELS
 from minillm.lab.roofline import step_work
 from minillm.model import NoCache, Transformer
+from minillm.quantize import Grid
+from minillm.quantized_model import quantize
 
 SIX = replace(TINY, n_kv_heads=6)
 QWEN = replace(SIX, qkv_bias=True, qk_norm=True, out_bias=True)
@@ -154,6 +156,13 @@ def test_heads_that_cannot_be_shared_evenly_are_an_error(n):
 def test_a_number_of_heads_is_a_whole_number_of_at_least_one(n):
     with pytest.raises(ValueError, match="n_kv_heads must be a whole number of at least 1"):
         with_kv_heads(TINY, n)
+
+
+def test_a_quantized_model_keeps_its_heads():
+    model = quantize(tiny_model(), Grid(4, None))
+    for change in (pool_heads, repeat_heads):
+        with pytest.raises(ValueError, match="change its heads first, then quantize"):
+            change(model, TINY.n_kv_heads)
 
 
 def test_heads_are_not_pooled_upwards_nor_repeated_downwards():

@@ -210,6 +210,7 @@ def infinite(tensors: dict, name: str) -> None:
         (lambda t: t.update({"blk.7.ffn_up.weight": t["blk.0.ffn_up.weight"]}), "holds a tensor .*layers.7"),
         (lambda t: t.update({"blk.0.ffn_up.weight": t["blk.0.attn_k.weight"]}), "has shape .* was expected"),
         (lambda t: t.update({"blk.0.attn_q.weight": t["blk.0.attn_k.weight"]}), "has shape .* was expected"),
+        (lambda t: t.update({"blk.0.attn_k.weight": t["blk.0.ffn_down.weight"]}), "has rows of .* were expected"),
         (lambda t: t.update({"output_norm.weight": t["blk.0.attn_k.weight"]}), "has shape .* was expected"),
     ],
 )

@@ -431,3 +431,13 @@ def test_nibbles_in_the_wrong_order_do_not_come_back(old, new):
     assert pack_nibbles(codes)[0, :3].tolist() == [0x10, 0x32, 0x54]  # low half first
     wrong = mutant(packing, old, new)
     assert not torch.equal(wrong.unpack_nibbles(wrong.pack_nibbles(codes)), codes)
+
+
+def test_the_bytes_that_a_product_reads_are_those_of_the_layout_that_serves():
+    weight = round_to_nearest(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), Grid(4, 32))
+    layer = QuantLinear(weight, torch.zeros(64), compute=torch.bfloat16)
+    plain = 64 * 64 // 2 + 64 * 4
+    assert layer.bytes_read == plain + 2 * 2 * (64 * 2)  # scale and minimum
+    layer.choose_layout(torch.bfloat16)
+    pairs = 0 if layer.pairs is None else layer.pairs.nbytes
+    assert layer.bytes_read == plain + (pairs or 2 * 2 * (64 * 2))

@@ -16,7 +16,7 @@ from test_checkpoint import byte_level_backend
 from torch import Tensor
 
 import minillm
-from minillm import ModelConfig, NoCache, Tokenizer, Transformer, quantized_model
+from minillm import ModelConfig, NoCache, SamplingParams, Tokenizer, Transformer, quantized_model
 from minillm.calibrate import linear_layers
 from minillm.config import RopeScaling
 from minillm.quant_linear import QuantEmbedding, QuantLinear
@@ -101,7 +101,11 @@ def test_a_second_grid_for_the_layers_that_the_first_one_left():
         ({"head": Grid(8, 48)}, "groups of 48 do not divide rows of 64 weights"),
         ({"method": "awq"}, "calibration"),
         ({"method": "gptq"}, "calibration"),
-        ({"method": "gptq", "calibration": [[]]}, "calibration"),
+        ({"method": "gptq", "calibration": [[]]}, "calibration needs at least one token"),
+        ({"method": "gptq", "calibration": [1, 2, 3]}, "calibration is a list of texts, each a list of token ids"),
+        ({"method": "gptq", "calibration": [["a"]]}, "calibration is a list of texts, each a list of token ids"),
+        ({"method": "gptq", "calibration": torch.zeros(1, 4) - 1}, "token ids beyond the vocabulary"),
+        ({"method": "awq", "calibration": [[1, 10**6]]}, "token ids beyond the vocabulary"),
         ({"compute": torch.int8}, "compute must be None or one of"),
     ],
 )
@@ -203,6 +207,15 @@ def test_the_file_is_as_small_as_computed(tmp_path):
     assert kinds == {"codes", "scale", "minimum", "weight"}
 
 
+def test_a_model_saved_in_one_dtype_runs_in_another(tmp_path):
+    """Its biases too: they are on no grid."""
+    model = quantize(small(qkv_bias=True, mlp_bias=True), Grid(4, 32))
+    save(model, tokenizer(), tmp_path / "m.safetensors")
+    loaded, _ = minillm.load(tmp_path / "m.safetensors", dtype=torch.bfloat16, device="cpu")
+    assert loaded.blocks[0].attention.qkv.bias.dtype == torch.bfloat16
+    assert len(minillm.generate(loaded, None, [1, 2, 3], SamplingParams(max_tokens=3, temperature=0)).tokens) == 3
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
@@ -211,6 +224,8 @@ def test_only_quantized_models_and_one_kind_of_name_can_be_saved(tmp_path):
         save(small(), tokenizer(), tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match=r"must end in .safetensors"):
         save(quantize(small(), Grid(4, 32)), tokenizer(), tmp_path / "m.bin")
+    with pytest.raises(OSError, match="there is no folder"):
+        save(quantize(small(), Grid(4, 32)), tokenizer(), tmp_path / "nowhere" / "m.safetensors")
     assert not list(tmp_path.iterdir())
 
 

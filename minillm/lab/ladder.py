@@ -125,7 +125,7 @@ def bytes_a_weight(model: Transformer) -> float:
     layers = [module for module in (*model.blocks.modules(), model.head) if isinstance(module, Linear | QuantLinear)]
     quantized = [layer for layer in layers if isinstance(layer, QuantLinear)]
     size = sum(layer.weight.nbytes for layer in layers if isinstance(layer, Linear))
-    size += sum(buffer.nbytes for layer in quantized for buffer in layer.buffers())
+    size += sum(layer.bytes_read for layer in quantized)
     return size / (model.config.layer_parameters + model.config.head_parameters)
 
 

@@ -70,10 +70,12 @@ class Windows:
 
 
 def read_text() -> tuple[str, str]:
-    """The topics in the order of their names: to learn from, and every tenth to test with."""
+    """The topics in the order of their names: to learn from, and every tenth to test with. Some topics repeat others:
+    paragraphs to test with are not learned."""
     names = sorted(topics)
-    learned = "\n".join(topics[name] for i, name in enumerate(names) if i % 10)
-    return learned, "\n".join(topics[name] for name in names[::10])
+    kept = {paragraph for name in names[::10] for paragraph in topics[name].split("\n\n")}
+    learned = [p for i, name in enumerate(names) if i % 10 for p in topics[name].split("\n\n") if p not in kept]
+    return "\n\n".join(learned), "\n".join(topics[name] for name in names[::10])
 
 
 def twin(n_kv_heads: int) -> ModelConfig:

@@ -50,12 +50,15 @@ def test_windows_are_texts_of_their_own(n_kv_heads):
     assert torch.allclose(twins.window_logits(model, tokens), alone, rtol=0, atol=1e-9)
 
 
-def test_the_text_is_cut_in_two_and_no_topic_is_in_both():
+def test_the_text_is_cut_in_two_and_no_paragraph_is_in_both():
     learned, held_out = twins.read_text()
     assert 5 < len(learned) / len(held_out) < 20
     topics = sorted(twins.topics)
     assert held_out.startswith(twins.topics[topics[0]]) and learned.startswith(twins.topics[topics[1]])
-    assert len(learned) + len(held_out) + 2 == sum(map(len, twins.topics.values())) + len(topics)
+    paragraphs = [set(text.split("\n\n")) for text in (learned, "\n\n".join(twins.topics[t] for t in topics[::10]))]
+    assert not paragraphs[0] & paragraphs[1]
+    everything = {p for topic in topics for p in twins.topics[topic].split("\n\n")}
+    assert paragraphs[0] | paragraphs[1] == everything  # a paragraph of both is in the one that tests
 
 
 def test_windows_cover_the_text_once_and_know_what_follows():
