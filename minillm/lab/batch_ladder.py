@@ -1,8 +1,8 @@
 """The rungs of the ladder that need many requests: one by one, in static batches, in blocks, continuously, and all.
 
 All get the same requests at the same moment, the same memory for keys and values, and in float32 must write the same
-texts. The second and the third differ only in what is set aside for a request: the longest that any may become, as a cache in
-one piece has to, or the blocks that it fills. The third and the fourth differ only in who may join when.
+texts. The second and the third differ only in what is set aside for a request: the longest that any may become, as a
+cache in one piece has to, or the blocks that it fills. The third and the fourth differ only in who may join when.
 """
 
 from __future__ import annotations
