@@ -32,6 +32,7 @@ _HOME = {
     "LayerSkipDrafter": "drafters",
     "FeatureDrafter": "feature_drafter",
     "load_drafter": "feature_drafter",
+    "AdaptiveK": "adaptive_k",
     "generate": "generation",
     "stream": "generation",
     "Generation": "writing",

@@ -28,10 +28,11 @@ class AdaptiveK:
     def __init__(
         self, drafter: Drafter, cost_draft: float, cost_verify: Sequence[float], start: float = 0.7, memory: float = 0.9
     ):
-        if cost_draft < 0 or len(cost_verify) < 2 or min(cost_verify) <= 0:
-            raise ValueError("costs must be above 0, with those of passes of 1 and 2 tokens at least")
+        positive = cost_draft >= 0 and all(cost > 0 for cost in cost_verify)  # no NaN either
+        if len(cost_verify) < 2 or not positive:
+            raise ValueError("cost_draft must be 0 or more, and cost_verify at least two numbers above 0")
         if not (0 <= start <= 1 and 0 <= memory < 1):
-            raise ValueError(f"start and memory must be shares, not {start} and {memory}")
+            raise ValueError(f"start must be from 0 to 1 and memory from 0 to below 1, not {start} and {memory}")
         self.drafter, self.start, self.memory = drafter, start, memory
         self.cost_draft, self.cost_verify = cost_draft, list(cost_verify)
         self.acceptance: WeakKeyDictionary[Writer, float] = WeakKeyDictionary()

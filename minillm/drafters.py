@@ -5,7 +5,9 @@
 * `ModelDrafter` lets a second model with the same vocabulary write on. All texts of a step go through it together.
 * `LayerSkipDrafter` takes the model's own first layers and its head for that second model.
 
-Saxena, "Prompt Lookup Decoding" (2023); Leviathan et al. (2023), section 3.6; Zhang et al., "Draft & Verify" (2024).
+Saxena, "Prompt Lookup Decoding" (2023); Leviathan et al. (2023), section 3.6; Elhoushi et al., "LayerSkip" (2024),
+where a model is trained so that its first layers guess well; with layers left out in the middle, Zhang et al.,
+"Draft & Verify" (2023).
 """
 
 from __future__ import annotations
@@ -170,6 +172,7 @@ class LayerSkipDrafter(ModelDrafter):
         if n_layers >= model.config.n_layers:
             raise ValueError(f"n_layers must be below the model's {model.config.n_layers}, not {n_layers}")
         super().__init__(first_layers(model, n_layers))
+        self.target = model
         self.stores: WeakKeyDictionary[Writer, ContiguousKV] = WeakKeyDictionary()
 
     def begin(self, writer: Writer, kv: KVStore) -> None:

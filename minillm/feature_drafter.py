@@ -1,4 +1,4 @@
-"""A drafter of one layer that reads the model's mind: it guesses the next hidden row, not only the next token.
+"""A drafter of one layer that guesses the model's next hidden row, and from it the next token.
 
 The model's last hidden row says much about more than one token to come. `FeatureModel` takes that row together with the
 embedding of the token that was then chosen, and predicts the next hidden row; the model's own head turns it into
@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from minillm.checkpoint import require_usable
 from minillm.config import ModelConfig
 from minillm.drafters import Guesses, Together
 from minillm.kv_cache import ContiguousKV
@@ -73,16 +74,22 @@ def load_drafter(
 
     dtype: what it computes in; by default `guessing_dtype`.
 
-    Raises OSError where there is no such file, ValueError if it is damaged or made for a model of other dimensions.
+    Raises OSError where there is no such file, ValueError for another dtype than load's, and if the file is damaged or
+    made for a model of other dimensions.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"model must be a Transformer, as minillm.load() gives, not {type(model).__name__}")
+    dtype = guessing_dtype(model) if dtype is None else dtype
+    require_usable(dtype, model.device)
     try:
         weights = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or no safetensors file ({error})") from None
-    if "vocabulary" not in weights or int(weights["vocabulary"].max()) >= model.config.vocab_size:
+    ids = weights.get("vocabulary", torch.empty(0))
+    sound = ids.ndim == 1 and len(ids) > 0 and ids.dtype in (torch.int32, torch.int64)
+    if not sound or not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
         raise ValueError(f"{file} is no drafter for a vocabulary of {model.config.vocab_size} tokens")
-    dtype = dtype or guessing_dtype(model)
-    features = FeatureModel(model.config, weights["vocabulary"], dtype=dtype, device=model.device)
+    features = FeatureModel(model.config, ids, dtype=dtype, device=model.device)
     try:
         features.load_state_dict(weights)
     except RuntimeError as error:
@@ -117,7 +124,8 @@ class FeatureDrafter:
                 f"the drafter is made for hidden rows of {features.config.d_model} numbers, the model's have "
                 f"{model.config.d_model}"
             )
-        self.model, self.features, self.dtype = model, features, features.norm.weight.dtype
+        self.model = self.target = model
+        self.features, self.dtype = features, features.norm.weight.dtype
         rows = nn.Parameter(model.head.weight[features.vocabulary].detach().to(self.dtype), requires_grad=False)
         self.head = Linear(*rows.shape[::-1], weight=rows)
         for module in (features, self.head):

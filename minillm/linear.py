@@ -34,8 +34,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_out, n_in, **kwargs)) if weight is None else weight
         self.bias = nn.Parameter(torch.empty(n_out, **kwargs)) if bias else None
-        self.choices: list[int] | None = None  # for each number of rows, set by choose_products
-        self.packed: Tensor | None = None  # set by choose_products
+        self.choices: list[int] | None = None  # for each number of rows, set by the functions below
+        self.packed: Tensor | None = None  # set by choose_products and pack_all
 
     def _apply(self, fn: Callable, recurse: bool = True) -> Linear:
         """Another dtype or device: what was measured and packed for this one is of no use there."""
@@ -110,7 +110,8 @@ def adopt_choices(module: nn.Module, like: nn.Module) -> None:
 
 
 def pack_all(module: nn.Module) -> None:
-    """Multiply by packed copies, without timing: for 16-bit weights, where they are the quickest by far."""
+    """Multiply by packed copies, where oneDNN has them, without timing: meant for 16-bit weights, where they are the
+    quickest by far."""
     for layer in module.modules():
         if isinstance(layer, Linear):
             layer.packed = pack(layer.weight.detach())

@@ -62,7 +62,7 @@ class Drafter(Protocol):
         """A text with a store for itself begins. (An engine's texts have none, and are not announced.)"""
 
     def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
-        """The model's hidden rows of a text's decided tokens, from token `start` on."""
+        """hidden: [n, d_model], the model's last hidden rows of a text's decided tokens start to start + n - 1."""
 
     def release(self, writer: Writer) -> None:
         """The text is finished."""
@@ -71,6 +71,8 @@ class Drafter(Protocol):
 def require_drafter(drafter: Drafter, model: Transformer, k: int) -> None:
     """Refuse what cannot guess for this model."""
     require_counts(k=k)
+    while hasattr(drafter, "drafter"):  # it asks another one, as AdaptiveK does
+        drafter = drafter.drafter
     if isinstance(drafter, type) or not hasattr(drafter, "propose"):
         raise ValueError(f"drafter must be an object such as NgramDrafter(), not {drafter!r}")
     other = getattr(drafter, "model", model)
@@ -78,6 +80,8 @@ def require_drafter(drafter: Drafter, model: Transformer, k: int) -> None:
         raise ValueError(
             f"the drafter's vocabulary has {other.config.vocab_size} tokens, the model's {model.config.vocab_size}"
         )
+    if getattr(drafter, "target", model).config != model.config:
+        raise ValueError("the drafter was made for a model of other dimensions")
 
 
 def verify(writer: Writer, logits: Tensor, proposal: Proposal, seconds: float = 0.0) -> Iterator[Piece]:
@@ -115,6 +119,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def one_hot(token: int, like: Tensor) -> Tensor:
+    """All probability on one token. like: [vocab_size] -> [vocab_size]"""
     return torch.zeros_like(like).index_fill_(0, torch.tensor(token), 1.0)
 
 
@@ -132,10 +137,10 @@ def stream(
     kv: SequenceStore | None = None,
     k: int = 3,
 ) -> Iterator[Piece]:
-    """Generate with guesses. The other arguments, and the texts, are those of `minillm.stream`.
+    """Generate with guesses. The other arguments are those of `minillm.stream`; at temperature 0 so is the text.
 
     k: guesses in a round at most. With a temperature above 0 a seed gives other texts than without a drafter, of the
-    same distribution: more random numbers are drawn.
+    same distribution: more random numbers are drawn. Raises ValueError at the call.
     """
     require_drafter(drafter, model, k)
     start = time.perf_counter()
@@ -171,8 +176,7 @@ def rounds(
     drafter.begin(writer, kv)
     try:
         while writer.finish_reason is None:
-            if kv.length != held:
-                raise ValueError("the store was used for another text meanwhile; each stream needs a store of its own")
+            require_untouched(kv, held)
             proposal = Proposal()
             most = min(k, writer.left - 1)  # a round gives one token more than it has guesses
             if writer.output and most > 0:  # in the first round the model reads the prompt
@@ -182,13 +186,19 @@ def rounds(
             hidden = model(torch.tensor(new, device=model.device), positions(first, len(new), model.device), kv)
             logits = model.logits(hidden[known - 1 :])
             pieces = list(verify(writer, logits, proposal, time.perf_counter() - start))
-            right = len(writer.tokens) - 1 - first  # all but the last token, whose row is yet to come
-            kv.commit(right)
-            held = kv.length
-            drafter.observe(writer, first, hidden[:right])
-            yield from pieces
+            for rows, piece in zip([known] + [1] * len(pieces), pieces, strict=False):
+                require_untouched(kv, held)
+                kv.commit(rows)  # a stream that is left early holds what its caller has seen, and no more
+                held = kv.length
+                yield piece
+            drafter.observe(writer, first, hidden[: known + len(pieces) - 1])  # the last token's row is yet to come
     finally:
         drafter.release(writer)
+
+
+def require_untouched(kv: SequenceStore, held: int) -> None:
+    if kv.length != held:
+        raise ValueError("the store was used for another text meanwhile; each stream needs a store of its own")
 
 
 def positions(start: int, n: int, device: torch.device) -> Tensor:

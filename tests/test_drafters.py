@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from minillm import generation, speculative
+from minillm.adaptive_k import AdaptiveK
 from minillm.drafters import Cache, LayerSkipDrafter, ModelDrafter, NgramDrafter, first_layers
 from minillm.engine import Engine
 from minillm.feature_drafter import FeatureDrafter, FeatureModel, load_drafter
@@ -493,6 +494,18 @@ def test_a_text_left_in_the_middle_is_released():
     assert not watching.inner.caches
 
 
+@pytest.mark.parametrize("seen", range(1, 9))
+def test_a_stream_left_inside_a_round_leaves_a_store_to_go_on_with(seen):
+    """It holds what the caller has seen but for the last token, though the round had decided more."""
+    kv, prompt = ContiguousKV(TINY, 60, torch.float64), PROMPTS[1]
+    pieces = stream(MODEL, None, prompt, Knowing(), GREEDY, kv, k=4)
+    tokens = [next(pieces).token for _ in range(seen)]
+    pieces.close()
+    assert kv.length == len(prompt) + seen - 1
+    longer = [*prompt, *tokens, 7, 8, 9, 10, 11]
+    require_greedy(longer, speculative.generate(MODEL, None, longer, NgramDrafter(), GREEDY, kv))
+
+
 def test_a_store_that_is_used_for_another_text_meanwhile_is_noticed():
     kv = ContiguousKV(TINY, 60, torch.float64)
     first, second = (stream(MODEL, None, prompt, NgramDrafter(), GREEDY, kv) for prompt in PROMPTS)
@@ -814,6 +827,9 @@ def test_a_file_that_is_no_drafter_for_the_model_is_refused(tmp_path):
         ({k: v for k, v in good.items() if k != "norm.weight"}, "no drafter for this model: Missing key.*norm.weight"),
         ({k: v for k, v in good.items() if k != "vocabulary"}, "no drafter for a vocabulary of 37 tokens"),
         (good | {"vocabulary": good["vocabulary"] + TINY.vocab_size}, "no drafter for a vocabulary of 37 tokens"),
+        (good | {"vocabulary": -good["vocabulary"]}, "no drafter for a vocabulary of 37 tokens"),
+        (good | {"vocabulary": good["vocabulary"][:0]}, "no drafter for a vocabulary of 37 tokens"),
+        (good | {"vocabulary": good["vocabulary"].float()}, "no drafter for a vocabulary of 37 tokens"),
     ):
         save_file({k: v.contiguous() for k, v in weights.items()}, file)
         with pytest.raises(ValueError, match=sentence):
@@ -825,6 +841,11 @@ def test_a_file_that_is_no_drafter_for_the_model_is_refused(tmp_path):
         load_drafter(MODEL, tmp_path / "nothing.safetensors")
     with pytest.raises(ValueError, match="no drafter for a vocabulary of 37 tokens"):
         load_drafter(MODEL)  # the package's own is for SmolLM2
+    for dtype in ("bfloat16", torch.int8, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="dtype must be one of"):
+            load_drafter(MODEL, dtype=dtype)
+    with pytest.raises(ValueError, match=r"a Transformer, as minillm.load\(\) gives, not tuple"):
+        load_drafter((MODEL, None))
 
 
 # --- Errors, and the formulas. ---
@@ -1187,5 +1208,18 @@ def test_what_cannot_guess_for_the_model_is_refused():
     ):
         with pytest.raises(ValueError, match="drafter must be an object such as"):
             call(NgramDrafter)
-        with pytest.raises(ValueError, match="vocabulary has 38 tokens, the model's 37"):
-            call(ModelDrafter(other))
+        for drafter in (
+            ModelDrafter(other),
+            AdaptiveK(ModelDrafter(other), 0.1, [1, 1.1]),
+            Watched(ModelDrafter(other)),
+        ):
+            with pytest.raises(ValueError, match="vocabulary has 38 tokens, the model's 37"):
+                call(drafter)
+        with pytest.raises(ValueError, match="drafter must be an object such as"):
+            call(AdaptiveK(None, 0.1, [1, 1.1]))
+        deep = tiny_model(1, replace(TINY, n_layers=4))
+        wide = tiny_model(1, replace(TINY, d_model=12))
+        features = FeatureModel(wide.config, torch.arange(5), dtype=torch.float64)
+        for drafter in (LayerSkipDrafter(deep, 3), FeatureDrafter(wide, features)):
+            with pytest.raises(ValueError, match="made for a model of other dimensions"):
+                call(drafter)

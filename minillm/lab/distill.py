@@ -166,7 +166,8 @@ class Unrolled:
 def losses(
     model: Transformer, head: Tensor, drafter: FeatureModel, batch: Batch, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step of guessing on: the loss, and the share of rows whose best token is the model's.
+    """For each step of guessing on: the loss, and the share of rows whose best token is the model's best of the short
+    vocabulary.
 
     In step 1 row t is the model's own of token t; in step s it is what the drafter predicted in step s - 1. With the
     token t + 1 it has to give the model's row of that token. Tokens of answers count.

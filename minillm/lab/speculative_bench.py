@@ -4,6 +4,9 @@ A line compares texts written with guesses with the same texts without, in turn.
 the seconds of a plain step, over the seconds of a round. Those are measured by themselves, at the same context and
 batch: a plain step, a verifying step, and the drafter's guessing (in another run than the one that is compared). The
 formula of Leviathan et al. stands beside it: it takes each guess to be accepted with the same probability.
+
+For a batch the costs are those of contiguous caches. The engine's paged cache gathers a text's past for a pass of
+several rows; that is not counted, so predictions for batches are too high.
 """
 
 from __future__ import annotations
