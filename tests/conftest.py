@@ -17,6 +17,8 @@ from minillm.lab.tiny import TINY, tiny_model
 from minillm.model import Transformer
 
 os.environ.setdefault("MINILLM_FAST", "1")  # the notebooks' kernels inherit it: small sizes
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # and this: kernels side by side would wait for each other's threads
 os.environ["MINILLM_PROGRESS"] = os.path.join(tempfile.mkdtemp(), "progress.json")  # not the learner's own
 if find_spec("triton"):
     os.environ["TRITON_INTERPRET"] = "1"  # before it is imported: here kernels are interpreted, on a CPU
