@@ -163,6 +163,13 @@ def test_without_peers_there_are_our_own_numbers_and_their_ratio(only, small_siz
     json.dumps(result, allow_nan=False)
 
 
+def test_without_4_bit_weights_there_is_one_number_less(only, small_sizes):
+    only()
+    result = peers.compare(small_model(), None, PROMPT, progress=False)
+    assert [r["name"] for r in result["results"]] == OURS[:1]
+    assert set(result["ratios"].values()) == {None}
+
+
 def test_transformers_alone_gives_the_single_stream_ratio(only, small_sizes):
     only("transformers")
     result = peers.compare(small_model(), in_4_bits(), PROMPT, progress=False)
@@ -187,7 +194,7 @@ def test_the_ratio_is_ours_over_theirs_by_medians(only, small_sizes, monkeypatch
         return {name: Measured(runs) for name, runs in zip(contestants, rates, strict=True)}
 
     monkeypatch.setattr(peers, "alternate", alternate)
-    result = peers.compare(small_model(), None, PROMPT)
+    result = peers.compare(small_model(), small_model(), PROMPT)
     assert [r["tokens_per_s"] for r in result["results"]] == [30, 60, 15, 91]
     assert [r["spread"] for r in result["results"]] == [(10, 32), (45.5, 61), (12, 20), (90, 120)]
     assert list(result["ratios"].values()) == [2.0, 2.0, 60 / 91]
