@@ -73,9 +73,13 @@ def read_text() -> tuple[str, str]:
     """The topics in the order of their names: to learn from, and every tenth to test with. Some topics repeat others:
     paragraphs to test with are not learned."""
     names = sorted(topics)
-    kept = {paragraph for name in names[::10] for paragraph in topics[name].split("\n\n")}
-    learned = [p for i, name in enumerate(names) if i % 10 for p in topics[name].split("\n\n") if p not in kept]
+    kept = {paragraph for name in names[::10] for paragraph in paragraphs(topics[name])}
+    learned = [p for i, name in enumerate(names) if i % 10 for p in paragraphs(topics[name]) if p not in kept]
     return "\n\n".join(learned), "\n".join(topics[name] for name in names[::10])
+
+
+def paragraphs(text: str) -> list[str]:
+    return [paragraph.strip() for paragraph in text.split("\n\n")]
 
 
 def twin(n_kv_heads: int) -> ModelConfig:

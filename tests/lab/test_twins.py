@@ -56,10 +56,10 @@ def test_the_text_is_cut_in_two_and_no_paragraph_is_in_both():
     topics = sorted(twins.topics)
     assert held_out.startswith(twins.topics[topics[0]])
     assert learned.startswith(twins.topics[topics[1]].split("\n\n")[0])
-    paragraphs = [set(text.split("\n\n")) for text in (learned, "\n\n".join(twins.topics[t] for t in topics[::10]))]
-    assert not paragraphs[0] & paragraphs[1]
-    everything = {p for topic in topics for p in twins.topics[topic].split("\n\n")}
-    assert paragraphs[0] | paragraphs[1] == everything  # a paragraph of both is in the one that tests
+    to_test = {p for topic in topics[::10] for p in twins.paragraphs(twins.topics[topic])}
+    to_learn = set(twins.paragraphs(learned))
+    assert not to_learn & to_test
+    assert to_learn | to_test == {p for topic in topics for p in twins.paragraphs(twins.topics[topic])}
 
 
 def test_windows_cover_the_text_once_and_know_what_follows():
