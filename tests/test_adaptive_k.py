@@ -91,7 +91,15 @@ def test_the_text_is_the_plain_one(engine):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"cost_draft": -1}, {"cost_verify": [1.0]}, {"cost_verify": [1.0, 0.0]}, {"start": 2.0}, {"memory": 1.0}],
+    [
+        {"cost_draft": -1},
+        {"cost_verify": [1.0]},
+        {"cost_verify": [1.0, 0.0]},
+        {"start": 2.0},
+        {"memory": 1.0},
+        {"cost_draft": float("nan")},
+        {"cost_verify": [1.0, float("nan"), 1.0]},
+    ],
 )
 def test_odd_costs_are_refused(wrong):
     with pytest.raises(ValueError, match=r"cost_draft must be 0|start must be from 0"):
