@@ -6,10 +6,8 @@ both methods, with a clock and a count of backward passes, run here.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from importlib import resources
 from unittest.mock import patch
 
 import torch
@@ -22,6 +20,7 @@ from minillm.lab.bench import alternate
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger
 from minillm.lab.claims.workbench import Workbench
+from minillm.lab.stored import read_stored
 from minillm.quantize import Grid
 
 ledger = Ledger()
@@ -30,7 +29,7 @@ FREE = 0.01  # nats a token, one percent of perplexity: what nobody would notice
 
 def stored_quality(bench: Workbench) -> Figures:
     """Rows of 4 and 8 bits, and the reference, from a full run of `minillm bench quant`."""
-    run = json.loads((resources.files("minillm.lab") / "stored" / "quant.json").read_text(encoding="utf-8"))
+    run = read_stored("quant.json")
     rows = [row for row in run["results"] if row["kind"] == "quality"]
     keys = ("name", "bits", "group", "nats_above", "recall", "recall_nats", "arithmetic", "arithmetic_nats")
     return {
