@@ -6,6 +6,7 @@ not, the ladder says at which position they part and how close the two best logi
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -204,4 +205,5 @@ def first_difference(
 
 def as_json(rows: list[Row], machine: dict[str, object], limits: Limits) -> dict[str, object]:
     measured_limits = {"gflops": limits.flops / 1e9, "gb_per_s": limits.bandwidth / 1e9}
-    return {"machine": machine | measured_limits, "rungs": [asdict(row) for row in rows]}
+    today = datetime.date.today().isoformat()
+    return {"machine": machine | measured_limits, "date": today, "rungs": [asdict(row) for row in rows]}

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -39,6 +38,7 @@ from minillm.config import ModelConfig
 from minillm.gqa import kv_bytes_a_token, pool_heads
 from minillm.lab.distill import write_json
 from minillm.lab.machine import describe
+from minillm.lab.stored import read_stored
 from minillm.model import Transformer
 
 Falling = torch.optim.lr_scheduler.LambdaLR
@@ -306,8 +306,7 @@ def about(results: Mapping) -> str:
 
 def read_results() -> dict:
     """What is stored with the package."""
-    file = resources.files("minillm.lab") / "stored" / "twins.json"
-    return json.loads(file.read_text(encoding="utf-8"))
+    return read_stored("twins.json")
 
 
 def begin(file: Path, steps: int, healing: int, windows: int) -> dict:
