@@ -80,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     grids.set_defaults(run=commands.quant)
 
+    add_advise(subparsers)
+
     command = subparsers.add_parser(
         "check", help="run the checks of an exercise notebook, for example: minillm check 02"
     )
@@ -109,6 +111,40 @@ def build_parser() -> argparse.ArgumentParser:
     command = subparsers.add_parser("doctor", help="what this machine has, what can run here, and how to mend it")
     command.set_defaults(run=commands.doctor)
     return parser
+
+
+def add_advise(subparsers: argparse._SubParsersAction) -> None:
+    guide = subparsers.add_parser("advise", help="which techniques pay for your workload and machine, by the roofline")
+    guide.add_argument("--model", default="SmolLM2-135M", help="of the course's catalogue (default: %(default)s)")
+    guide.add_argument("--gpu", metavar="NAME", help="of the catalogue (default: this machine, measured)")
+    guide.add_argument("--memory-gb", type=float, metavar="X", help="another memory than the machine's, in 10^9 bytes")
+    guide.add_argument("--prompt", type=int, default=512, metavar="N", help="tokens in (default: %(default)s)")
+    guide.add_argument("--output", type=int, default=128, metavar="N", help="tokens out (default: %(default)s)")
+    load = guide.add_mutually_exclusive_group()
+    load.add_argument("--concurrency", type=int, metavar="N", help="requests at a time (default: 8)")
+    load.add_argument("--rate", type=float, metavar="X", help="instead: requests that arrive a second")
+    guide.add_argument("--ttft-ms", type=float, metavar="X", help="goal for the time to the first token")
+    guide.add_argument("--tpot-ms", type=float, metavar="X", help="goal for the time of each further one")
+    guide.add_argument(
+        "--shared", type=int, default=0, metavar="N", help="tokens that all prompts begin with (default: %(default)s)"
+    )
+    guide.add_argument(
+        "--spread", type=float, default=0.8, metavar="X",
+        help="sigma of the outputs' log-normal lengths; 0: all alike (default: %(default)s)",
+    )  # fmt: skip
+    guide.add_argument("--reserve", type=int, metavar="N", help="tokens a request sets aside without paging")
+    guide.add_argument(
+        "--acceptance", type=float, metavar="A", help="of a drafter's guess, from 0 to 1, if you know it"
+    )
+    guide.add_argument(
+        "--draft-cost", type=float, default=0.0, metavar="C", help="of a guess, in plain steps (default: %(default)s)"
+    )
+    guide.add_argument("--bits", type=int, metavar="N", help="of a weight: 4, 8, 16 (default: the machine's)")
+    guide.add_argument(
+        "--efficiency", type=float, default=1.0, metavar="E", help="share of the limits that is reached (default: 1)"
+    )
+    guide.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    guide.set_defaults(run=commands.advise)
 
 
 def add_serving(benches: argparse._SubParsersAction) -> None:

@@ -251,6 +251,37 @@ def quant(options: argparse.Namespace) -> None:
     print(f"\n{quant_bench.caption(results)}\n{one_line(machine)}")
 
 
+def advise(options: argparse.Namespace) -> None:
+    from minillm.lab import advise, report
+    from minillm.lab.demand import Demand, find_hardware, find_model
+    from minillm.lab.deployment import deploy
+    from minillm.lab.machine import busy, busy_warning
+
+    report.require_folder(options.json)
+    demand = Demand(
+        prompt=options.prompt,
+        output=options.output,
+        concurrency=8 if options.concurrency is None and options.rate is None else options.concurrency,
+        rate=options.rate,
+        ttft=None if options.ttft_ms is None else options.ttft_ms / 1e3,
+        tpot=None if options.tpot_ms is None else options.tpot_ms / 1e3,
+        shared=options.shared,
+        spread=options.spread,
+        reserve=options.reserve,
+        acceptance=options.acceptance,
+        draft_cost=options.draft_cost,
+    )
+    find_model(options.model, demand)  # a mistake should not wait for the measurement
+    if options.gpu is None:
+        warn(busy_warning(busy()))
+    memory = None if options.memory_gb is None else options.memory_gb * 1e9
+    hardware = find_hardware(options.gpu, memory, options.efficiency)
+    guide = advise.advise(deploy(options.model, hardware, demand, options.bits))
+    print(advise.report(guide))
+    if options.json:
+        report.write_json(options.json, advise.as_json(guide))
+
+
 def check(options: argparse.Namespace) -> int:
     from minillm.lab.course import check_notebook
 
