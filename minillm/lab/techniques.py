@@ -71,16 +71,16 @@ def grouped_heads(d: Deployment) -> Advice:
     config = d.config
     if config.group_size > 1:
         other = replace(d, config=same_weights(config, config.n_heads))
-        gain, fits = better(d, other), f"{d.fits:,} texts fit and not {other.fits:,}"
+        (gain, what), fits = better(d, other), f"{d.fits:,} texts fit and not {other.fits:,}"
         has = f"The model has {config.n_kv_heads} KV heads for {config.n_heads} query heads"
     elif config.n_heads % 4:
         return advice("GQA", 1.0, "decode speed", f"{config.n_heads} heads cannot be shared by four.")
     else:
         other = d
         d = replace(d, config=same_weights(config, config.n_heads // 4))
-        gain, fits = better(d, other), f"{d.fits:,} texts would fit and not {other.fits:,}"
+        (gain, what), fits = better(d, other), f"{d.fits:,} texts would fit and not {other.fits:,}"
         has = f"The model has none, and would have to be trained so; with {d.config.n_kv_heads} KV heads"
-    return advice("GQA", gain, "decode speed", f"{has}: {steps(d, other)}; {fits}.")
+    return advice("GQA", gain, what, f"{has}: {steps(d, other)}; {fits}.")
 
 
 def same_weights(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
@@ -93,7 +93,7 @@ def small_cache(d: Deployment) -> Advice:
     """Keys and values in 8 bits, without scales. What it costs in quality is to be measured."""
     small = replace(d, kv_bits=8)
     reason = f"In {d.kv_bits} and 8 bits, {steps(small, d)}; {small.fits:,} texts fit and not {d.fits:,}."
-    return advice("8-bit KV cache", better(small, d), "decode speed", reason)
+    return advice("8-bit KV cache", *better(small, d), reason)
 
 
 # --- batching ---

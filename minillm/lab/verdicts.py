@@ -49,11 +49,12 @@ def carried(d: Deployment, other: Deployment) -> float | None:
     return ours / theirs
 
 
-def better(d: Deployment, other: Deployment) -> float | None:
-    """The time of a decode step, where both have room for the batch; else what each carries with its own."""
+def better(d: Deployment, other: Deployment) -> tuple[float | None, str]:
+    """The gain, and in what: the time of a decode step, where both have room for the batch; else what each carries with
+    its own."""
     if other.fits < d.batch:
-        return carried(d, other)
-    return other.step(d.batch) / d.step(d.batch)
+        return carried(d, other), "tokens/s"
+    return other.step(d.batch) / d.step(d.batch), "decode speed"
 
 
 def steps(d: Deployment, other: Deployment) -> str:

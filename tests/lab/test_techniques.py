@@ -246,13 +246,14 @@ def test_where_less_cache_lets_more_texts_run_that_is_what_counts():
     assert d.batch == 31
     small = replace(d, kv_bits=8)
     ratio = small.estimate(small.batch).tokens_per_s / d.estimate(d.batch).tokens_per_s
-    assert techniques.small_cache(d).gain == pytest.approx(ratio)
+    found = techniques.small_cache(d)
+    assert found.gain == pytest.approx(ratio) and found.what == "tokens/s"
     assert ratio > d.step(31) / small.step(31) > 1
 
 
 def test_a_cache_of_8_bits_by_hand():
     found = techniques.small_cache(llama())
-    assert found.gain == pytest.approx(step_by_hand(16) / step_by_hand(16, kv=KV / 2))
+    assert found.gain == pytest.approx(step_by_hand(16) / step_by_hand(16, kv=KV / 2)) and found.what == "decode speed"
     assert "198 texts fit and not 99" in found.reason
 
 
