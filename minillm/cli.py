@@ -80,6 +80,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     grids.set_defaults(run=commands.quant)
 
+    command = subparsers.add_parser("claims", help="what is often said about LLM inference, and what holds of it")
+    command.add_argument("--only", action="append", metavar="ID", help="one claim, as A5; may be given several times")
+    command.add_argument("--fresh", action="store_true", help="measure everything here: reuse no stored figures")
+    command.add_argument("--quick", action="store_true", help="smaller sizes where something is measured")
+    command.add_argument("--json", metavar="FILE", help="write the result as JSON")
+    command.set_defaults(run=commands.claims)
+
     add_advise(subparsers)
 
     command = subparsers.add_parser(

@@ -159,7 +159,7 @@ def ladder(options: argparse.Namespace) -> None:
 def peers(options: argparse.Namespace) -> None:
     from minillm.checkpoint import load
     from minillm.lab import batch_peers, peers, report
-    from minillm.lab.machine import busy_warning, describe, one_line
+    from minillm.lab.machine import busy_warning, describe, one_line, today
     from minillm.lab.workload import read_requests, read_workload
 
     report.require_folder(options.json)
@@ -176,7 +176,7 @@ def peers(options: argparse.Namespace) -> None:
         print(f"{name}: {'not measured' if ratio is None else f'{ratio:.2f}'}")
     print(f"\n{one_line(machine)}")
     if options.json:
-        report.write_json(options.json, {"machine": machine, "results": results, "ratios": ratios})
+        report.write_json(options.json, {"machine": machine, "date": today(), "results": results, "ratios": ratios})
 
 
 def serving(options: argparse.Namespace) -> None:
@@ -251,10 +251,27 @@ def quant(options: argparse.Namespace) -> None:
     print(f"\n{quant_bench.caption(results)}\n{one_line(machine)}")
 
 
+def claims(options: argparse.Namespace) -> None:
+    from minillm.lab import report
+    from minillm.lab.claims import run
+    from minillm.lab.claims.workbench import Workbench
+    from minillm.lab.machine import busy_warning, describe, one_line
+
+    report.require_folder(options.json)
+    chosen = run.choose(options.only)
+    machine = describe()
+    warn(busy_warning(machine["busy"]))
+    rows = run.examine(chosen, Workbench(options.quick, options.fresh))
+    print(f"{run.report(rows)}\n{one_line(machine)}")
+    if options.json:
+        report.write_json(options.json, run.as_json(rows, machine, options.quick))
+
+
 def advise(options: argparse.Namespace) -> None:
-    from minillm.lab import advise, report
-    from minillm.lab.demand import Demand, find_hardware, find_model
-    from minillm.lab.deployment import deploy
+    from minillm.lab import report
+    from minillm.lab.advice import guide
+    from minillm.lab.advice.demand import Demand, find_hardware, find_model
+    from minillm.lab.advice.deployment import deploy
     from minillm.lab.machine import busy, busy_warning
 
     report.require_folder(options.json)
@@ -276,10 +293,10 @@ def advise(options: argparse.Namespace) -> None:
         warn(busy_warning(busy()))
     memory = None if options.memory_gb is None else options.memory_gb * 1e9
     hardware = find_hardware(options.gpu, memory, options.efficiency)
-    guide = advise.advise(deploy(options.model, hardware, demand, options.bits))
-    print(advise.report(guide))
+    found = guide.advise(deploy(options.model, hardware, demand, options.bits))
+    print(guide.report(found))
     if options.json:
-        report.write_json(options.json, advise.as_json(guide))
+        report.write_json(options.json, guide.as_json(found))
 
 
 def check(options: argparse.Namespace) -> int:

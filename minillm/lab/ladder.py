@@ -6,7 +6,6 @@ not, the ladder says at which position they part and how close the two best logi
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from minillm.generation import generate, next_logits, room
 from minillm.kernel_attention import flash_attention
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.bench import Measured, alternate
+from minillm.lab.machine import today
 from minillm.lab.metrics import RequestTimes, throughput
 from minillm.lab.roofline import Limits, request_steps, step_work
 from minillm.lab.workload import Workload
@@ -205,5 +205,4 @@ def first_difference(
 
 def as_json(rows: list[Row], machine: dict[str, object], limits: Limits) -> dict[str, object]:
     measured_limits = {"gflops": limits.flops / 1e9, "gb_per_s": limits.bandwidth / 1e9}
-    today = datetime.date.today().isoformat()
-    return {"machine": machine | measured_limits, "date": today, "rungs": [asdict(row) for row in rows]}
+    return {"machine": machine | measured_limits, "date": today(), "rungs": [asdict(row) for row in rows]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 from importlib import metadata
@@ -26,6 +27,11 @@ def describe() -> dict[str, object]:
         "torch": torch.__version__,
         "busy": round(busy(), 2),
     }
+
+
+def today() -> str:
+    """For the result of a run. Not part of `describe`: a run that goes on the next day is on the same machine."""
+    return datetime.date.today().isoformat()
 
 
 def busy(seconds: float = 0.5) -> float:

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from test_deployment import deployments
 
-from minillm.lab import techniques
-from minillm.lab.decision_trees import RULES, Comparison, compare
-from minillm.lab.demand import Demand, find_hardware
-from minillm.lab.deployment import deploy
-from minillm.lab.engines import ENGINES, suit, suits
-from minillm.lab.verdicts import Verdict
+from minillm.lab.advice import techniques
+from minillm.lab.advice.decision_trees import RULES, Comparison, compare
+from minillm.lab.advice.demand import Demand, find_hardware
+from minillm.lab.advice.deployment import deploy
+from minillm.lab.advice.engines import ENGINES, suit, suits
+from minillm.lab.advice.verdicts import Verdict
 
 RULE = {"speculation": 0, "memory": 1, "int4": 2, "long": 3, "continuous": 4, "paging": 5, "batch": 6}
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.lab import demand as demand_module
+from minillm.lab.advice import demand as demand_module
+from minillm.lab.advice.demand import Demand, Hardware, find_hardware, find_model
+from minillm.lab.advice.deployment import GRIDS, deploy, largest
 from minillm.lab.catalogue import GPUS, MODELS
-from minillm.lab.demand import Demand, Hardware, find_hardware, find_model
-from minillm.lab.deployment import GRIDS, deploy, largest
 from minillm.lab.roofline import Limits
 
 # Llama-2-7B: 32 layers of 4 * 4096^2 + 3 * 4096 * 11008 weights, a head and an embedding of 32000 * 4096 each.

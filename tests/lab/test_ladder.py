@@ -299,7 +299,7 @@ def test_the_json_has_exactly_the_promised_keys():
     rows = climb(tiny_model(), WORKLOAD, LIMITS, progress=False)
     content = json.loads(json.dumps(as_json(rows, {"cpu": "Chip"}, Limits("m", 2e9, 3e9)), allow_nan=False))
     assert content["machine"] == {"cpu": "Chip", "gflops": 2.0, "gb_per_s": 3.0}
-    assert list(content) == ["machine", "rungs"]
+    assert list(content) == ["machine", "date", "rungs"]
     assert [rung["stage"] for rung in content["rungs"]] == [rung.stage for rung in RUNGS[:4]]
     for rung in content["rungs"]:
         assert list(rung) == KEYS

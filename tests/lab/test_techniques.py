@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from test_deployment import HEAD, KV, LAYERS, deployments
 
-from minillm.lab import techniques
+from minillm.lab.advice import techniques
+from minillm.lab.advice.demand import Demand, find_hardware
+from minillm.lab.advice.deployment import Deployment, deploy
+from minillm.lab.advice.verdicts import Verdict, duration, judge, number
 from minillm.lab.catalogue import MODELS
-from minillm.lab.demand import Demand, find_hardware
-from minillm.lab.deployment import Deployment, deploy
-from minillm.lab.verdicts import Verdict, duration, judge, number
 
 A100 = (312e12, 2.039e12)  # FLOP/s, bytes/s
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,8 +122,7 @@ def as_json(rows: Sequence[Row], described: Mapping[str, object], quick: bool) -
         }
         for row in rows
     ]
-    date = datetime.date.today().isoformat()
-    return {"machine": dict(described), "date": date, "quick": quick, "claims": claims}
+    return {"machine": dict(described), "date": machine.today(), "quick": quick, "claims": claims}
 
 
 def number(finding: Finding) -> str:

@@ -13,9 +13,9 @@ from statistics import NormalDist, fmean
 
 from minillm.config import ModelConfig
 from minillm.gqa import with_kv_heads
-from minillm.lab.deployment import Deployment, largest
+from minillm.lab.advice.deployment import Deployment, largest
+from minillm.lab.advice.verdicts import MARGIN, Advice, Verdict, advice, better, carried, duration, gb, steps, texts
 from minillm.lab.roofline import Work, step_work
-from minillm.lab.verdicts import MARGIN, Advice, Verdict, advice, better, carried, duration, gb, steps, texts
 from minillm.speculative import speedup
 
 MOST_GUESSES = 16

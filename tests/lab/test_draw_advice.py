@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.lab.advise import batches
-from minillm.lab.demand import Demand, find_hardware
-from minillm.lab.deployment import deploy
-from minillm.lab.draw_advise import draw_goals
+from minillm.lab.advice.demand import Demand, find_hardware
+from minillm.lab.advice.deployment import deploy
+from minillm.lab.advice.guide import batches
+from minillm.lab.draw_advice import draw_goals
 
 
 def eight(**demand):

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from test_deployment import deployments
 
 from minillm import cli
-from minillm.lab.advise import WIDTH, advise, as_json, report
-from minillm.lab.demand import Demand, find_hardware
-from minillm.lab.deployment import LEFT_OUT, deploy
+from minillm.lab.advice.demand import Demand, find_hardware
+from minillm.lab.advice.deployment import LEFT_OUT, deploy
+from minillm.lab.advice.guide import WIDTH, advise, as_json, report
+from minillm.lab.advice.verdicts import Verdict
 from minillm.lab.roofline import Limits
-from minillm.lab.verdicts import Verdict
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
 
 
 def test_without_options_this_machine_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr("minillm.lab.demand.this_machine", lambda: Limits("this machine", 50e9, 20e9))
+    monkeypatch.setattr("minillm.lab.advice.demand.this_machine", lambda: Limits("this machine", 50e9, 20e9))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("minillm.lab.machine.busy", lambda: 0.9)
     assert run() == 0
@@ -164,7 +164,7 @@ def test_a_mistake_gets_one_sentence_before_anything_is_measured(argv, words, mo
     def measured(*_):
         raise AssertionError("measured before the options were looked at")
 
-    monkeypatch.setattr("minillm.lab.demand.this_machine", measured)
+    monkeypatch.setattr("minillm.lab.advice.demand.this_machine", measured)
     assert run(*argv.split()) == 1
     out, err = capsys.readouterr()
     assert not out and err.startswith("minillm: ") and words in err and err.count("\n") == 1

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from minillm.lab.deployment import Deployment, Estimate
+from minillm.lab.advice.deployment import Deployment, Estimate
+from minillm.lab.advice.verdicts import duration, number
 from minillm.lab.plots import BLUE, GREEN, INK, LIGHT, RED, Picture, plain
-from minillm.lab.verdicts import duration, number
 
 
 def draw_goals(d: Deployment, estimates: Sequence[Estimate]) -> Picture:

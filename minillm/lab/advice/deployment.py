@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from minillm.config import ModelConfig
-from minillm.lab.demand import Demand, Hardware, find_model
+from minillm.lab.advice.demand import Demand, Hardware, find_model
 from minillm.lab.kv_memory import Text, paged_room
 from minillm.lab.roofline import Work, step_work
 from minillm.quantize import Grid

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minillm.lab.deployment import Deployment
+from minillm.lab.advice.deployment import Deployment
 
 FEW = 8  # requests at a time up to which an engine that is made for few is taken to suit
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from minillm.lab import decision_trees, engines, techniques
-from minillm.lab.decision_trees import Comparison
-from minillm.lab.deployment import BLOCK, LEFT_OUT, Deployment, Estimate
-from minillm.lab.engines import Suit
-from minillm.lab.verdicts import Advice, Verdict, duration, gb, number, texts
+from minillm.lab.advice import decision_trees, engines, techniques
+from minillm.lab.advice.decision_trees import Comparison
+from minillm.lab.advice.deployment import BLOCK, LEFT_OUT, Deployment, Estimate
+from minillm.lab.advice.engines import Suit
+from minillm.lab.advice.verdicts import Advice, Verdict, duration, gb, number, texts
 
 WIDTH = 110
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minillm.lab.deployment import Deployment, largest
-from minillm.lab.techniques import with_weights
-from minillm.lab.verdicts import Advice, Verdict, number
+from minillm.lab.advice.deployment import Deployment, largest
+from minillm.lab.advice.techniques import with_weights
+from minillm.lab.advice.verdicts import Advice, Verdict, number
 
 FEW, MANY, LONG = 4, 8, 4096  # the trees' own borders: texts at a time, tokens of a text
 INT4_FROM = 16

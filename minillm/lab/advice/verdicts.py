@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from minillm.lab.deployment import Deployment
+from minillm.lab.advice.deployment import Deployment
 
 MARGIN = 0.05  # a gain or a loss up to this share is no difference: a roofline knows no better
 
