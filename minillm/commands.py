@@ -260,7 +260,8 @@ def claims(options: argparse.Namespace) -> None:
     report.require_folder(options.json)
     chosen = run.choose(options.only)
     machine = describe()
-    warn(busy_warning(machine["busy"]))
+    if any(claim.measure for claim in chosen):
+        warn(busy_warning(machine["busy"]))
     rows = run.examine(chosen, Workbench(options.quick, options.fresh))
     print(f"{run.report(rows)}\n{one_line(machine)}")
     if options.json:

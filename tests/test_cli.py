@@ -686,7 +686,7 @@ def test_bench_peers_prints_every_ratio_and_writes_json(tiny_workload, tmp_path,
     assert lines[3].startswith("minillm engine") and "throughput_vs_transformers_best: 2.25" in lines
     assert lines[-1].startswith("Chip, 4 cores")
     written = json.loads(Path(tmp_path / "peers.json").read_text())
-    assert list(written) == ["machine", "results", "ratios"]
+    assert list(written) == ["machine", "date", "results", "ratios"]
     assert written["results"] == json.loads(json.dumps(results + more["results"]))
     assert written["ratios"] == ratios | more["ratios"] and written["machine"]["cpu"] == "Chip"
 

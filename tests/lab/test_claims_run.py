@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm import cli
 from minillm.lab.claims import run
 from minillm.lab.claims.ledger import ARITHMETIC, Claim, Finding, Ledger, Verdict
 from minillm.lab.claims.workbench import Workbench
@@ -155,3 +156,23 @@ def test_the_picture_of_formats_counts_the_numbers_between_one_and_two():
     drawn = draw_formats({"even": [0.5, 1.0, 1.5, 2.0], "floating": [1.0, 1.25, 4.0]})
     assert drawn.axes[0].get_title(loc="left") == "Numbers from 1 to 2: even has 2, floating has 2"
     assert "even from 0.5 to 2; floating from 1 to 4" in drawn.alt
+
+
+def test_the_command_prints_what_was_chosen_and_writes_json(tmp_path, capsys):
+    file = tmp_path / "claims.json"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["claims", "--only", "a9", "--only", "A19", "--quick", "--json", str(file)])
+    assert ended.value.code == 0
+    said, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert "A9  HOLDS  4 " in said and "A19  DOES NOT HOLD  4 " in said and "2 claims: " in said
+    assert [row["id"] for row in written["claims"]] == ["A9", "A19"] and written["machine"]["cores"]
+
+
+@pytest.mark.parametrize(
+    "argv, words", [(["--only", "D1"], "no claim 'D1'"), (["--json", "no/such/x.json"], "no/such")]
+)
+def test_wrong_arguments_get_one_sentence(argv, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["claims", *argv])
+    said = capsys.readouterr().err
+    assert caught.value.code == 1 and words in said and said.count("\n") == 1
