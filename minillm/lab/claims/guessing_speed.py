@@ -189,7 +189,14 @@ def harder_to_guess(figures: Figures) -> Finding:
         decide(any(harder), all(harder)) if any(harder + easier) else Verdict.NOT_TESTABLE,
         "Accepted: "
         + ", ".join(f"{share:.0%} ({drafter}, {kind})" for (drafter, kind), share in shares.items())
-        + f". Of {len(differences)} comparisons with prose {sum(harder)} are harder and {sum(easier)} easier by more "
-        f"than {sure} standard errors. It depends on drafter and text: code repeats its names, and worked examples "
-        "their form, which a look-up likes. Few short texts of each kind, and one small model.",
+        + f". Of {len(differences)} comparisons with prose these are harder by more than {sure} standard errors: "
+        + (", ".join(named(differences, harder)) or "none")
+        + "; easier: "
+        + (", ".join(named(differences, easier)) or "none")
+        + ". It depends on drafter and text: a look-up likes whatever repeats itself, also prose that a small model "
+        "writes in circles. Few short texts of each kind.",
     )
+
+
+def named(differences: dict[tuple[str, str], float], chosen: list[bool]) -> list[str]:
+    return [f"{kind} ({drafter})" for (drafter, kind), taken in zip(differences, chosen, strict=True) if taken]
