@@ -18,12 +18,12 @@ from conftest import mutant
 
 from minillm import speculative
 from minillm.lab.claims import (
-    algorithms,
-    attention_claims,
-    cache_claims,
-    guessing_claims,
-    kv_quant_claims,
-    quant_claims,
+    b_attention,
+    b_caches,
+    b_guessing,
+    b_kv_axes,
+    b_loops,
+    b_quantization,
 )
 from minillm.lab.claims.ledger import Claim, Finding, Verdict
 from minillm.lab.claims.run import all_claims
@@ -33,7 +33,7 @@ from minillm.policies import Continuous, Dynamic
 
 HOLDS, HOLDS_IF, DOES_NOT = Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.DOES_NOT_HOLD
 CLAIMS: dict[str, Claim] = {}
-for part in (algorithms, attention_claims, cache_claims, guessing_claims, quant_claims, kv_quant_claims):
+for part in (b_loops, b_attention, b_caches, b_guessing, b_quantization, b_kv_axes):
     CLAIMS |= part.ledger.claims
 NAMES = [f"B{i}" for i in range(1, 17)]
 EXPECTED = dict.fromkeys(NAMES, DOES_NOT)
@@ -196,28 +196,28 @@ def test_a_decode_step_reads_the_cache_either_way():
 
 def test_steps_of_a_worked_example():
     outputs = [3, 1, 1, 2]  # all there at the start, two places
-    assert algorithms.count_steps(outputs, 0, Dynamic(timeout=9), places=2) == {"joined": 0, "wait": 2.5, "steps": 5}
-    assert algorithms.count_steps(outputs, 0, Continuous(), places=2) == {"joined": 2, "wait": 1.75, "steps": 4}
+    assert b_loops.count_steps(outputs, 0, Dynamic(timeout=9), places=2) == {"joined": 0, "wait": 2.5, "steps": 5}
+    assert b_loops.count_steps(outputs, 0, Continuous(), places=2) == {"joined": 2, "wait": 1.75, "steps": 4}
 
 
 def test_collecting_ends_with_the_timeout():
-    assert algorithms.count_steps([1, 1], 3, Dynamic(timeout=1), places=8)["wait"] == 2  # one step of waiting each
+    assert b_loops.count_steps([1, 1], 3, Dynamic(timeout=1), places=8)["wait"] == 2  # one step of waiting each
 
 
 def test_a_sketch_without_slips_follows_the_model_and_one_that_accepts_all_does_not():
     assert measured("B4")["none"]["distance"] < 1e-12
-    broken = mutant(guessing_claims, "min(1.0, float(p[guess] / q[guess]))", "1.0")
+    broken = mutant(b_guessing, "min(1.0, float(p[guess] / q[guess]))", "1.0")
     assert broken.all_ways_through(set())["distance"] > 0.05
 
 
 def test_only_the_draft_context_is_a_harmless_slip_and_costs_tokens():
     one, none = measured("B4")["one"], measured("B4")["none"]
     assert {slip: found["distance"] < 1e-12 for slip, found in one.items()} == {
-        guessing_claims.ROWS: False, guessing_claims.SCALAR: False, guessing_claims.BONUS: False,
-        guessing_claims.DRAFT: True,
+        b_guessing.ROWS: False, b_guessing.SCALAR: False, b_guessing.BONUS: False,
+        b_guessing.DRAFT: True,
     }  # fmt: skip
-    assert one[guessing_claims.DRAFT]["tokens"] < none["tokens"]
-    assert guessing_claims.DRAFT in judge("B4", measured("B4")).condition.split("only cost")[1]
+    assert one[b_guessing.DRAFT]["tokens"] < none["tokens"]
+    assert b_guessing.DRAFT in judge("B4", measured("B4")).condition.split("only cost")[1]
 
 
 @pytest.mark.parametrize(
@@ -226,14 +226,14 @@ def test_only_the_draft_context_is_a_harmless_slip_and_costs_tokens():
 )
 def test_a_package_with_a_mistake_is_not_lossless(monkeypatch, name, mistake):
     monkeypatch.setattr(speculative, name, mistake)
-    found = judge("B5", guessing_claims.rounds_in_all_ways(SMALL))
+    found = judge("B5", b_guessing.rounds_in_all_ways(SMALL))
     assert found.verdict is DOES_NOT and found.figure > 0.01
 
 
 def test_the_rule_as_stated_on_a_worked_example():
     p, q = (torch.tensor(row, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
-    assert guessing_claims.rule_as_stated(p, q).tolist() == pytest.approx([0.5, 0.3, 0.2])
-    broken = mutant(guessing_claims, "torch.where(p >= q, 1.0, p / q)", "torch.where(p >= q, 1.0, q / p).clamp(max=1)")
+    assert b_guessing.rule_as_stated(p, q).tolist() == pytest.approx([0.5, 0.3, 0.2])
+    broken = mutant(b_guessing, "torch.where(p >= q, 1.0, p / q)", "torch.where(p >= q, 1.0, q / p).clamp(max=1)")
     assert judge("B6", broken.rule_on_random_rows(SMALL)).verdict is DOES_NOT
 
 
@@ -242,17 +242,17 @@ def small_world() -> SimpleNamespace:
 
 
 def test_greedy_texts_with_guesses_are_the_same_and_with_a_broken_judge_are_not(monkeypatch):
-    assert judge("B8", algorithms.same_texts(small_world())).verdict is HOLDS_IF
+    assert judge("B8", b_loops.same_texts(small_world())).verdict is HOLDS_IF
     monkeypatch.setattr(speculative, "judge", lambda writer, logits, guess, q: (guess, True))
-    assert judge("B8", algorithms.same_texts(small_world())).verdict is DOES_NOT
+    assert judge("B8", b_loops.same_texts(small_world())).verdict is DOES_NOT
 
 
 def test_logits_in_passes_choose_the_tokens_of_the_text():
     model, prompt = tiny_model(seed=0), [3, 14, 15]
     params = speculative.SamplingParams(temperature=0, max_tokens=7)
-    text = algorithms.generate(model, None, prompt, params).tokens
+    text = b_loops.generate(model, None, prompt, params).tokens
     for rows in (1, 4):
-        assert algorithms.logits_in_passes(model, prompt + text, 3, rows).argmax(-1).tolist() == text
+        assert b_loops.logits_in_passes(model, prompt + text, 3, rows).argmax(-1).tolist() == text
 
 
 def test_the_cost_of_quantization_is_that_of_the_stored_table():
@@ -265,31 +265,31 @@ def test_the_cost_of_quantization_is_that_of_the_stored_table():
 
 def test_a_grid_along_an_axis_shares_scales_along_it():
     channels = torch.linspace(-3, 7, 64).repeat(32, 1)[:, None]  # [tokens, one head, channels], equal for all tokens
-    assert kv_quant_claims.apart(kv_quant_claims.on_grid(channels, "channel"), channels) < 1e-3
-    assert kv_quant_claims.apart(kv_quant_claims.on_grid(channels, "token"), channels) > 0.1
+    assert b_kv_axes.apart(b_kv_axes.on_grid(channels, "channel"), channels) < 1e-3
+    assert b_kv_axes.apart(b_kv_axes.on_grid(channels, "token"), channels) > 0.1
     tokens = torch.linspace(-3, 7, 32)[:, None, None].expand(32, 1, 64)
-    assert kv_quant_claims.apart(kv_quant_claims.on_grid(tokens, "token"), tokens) < 1e-3
-    assert kv_quant_claims.apart(kv_quant_claims.on_grid(tokens, "channel"), tokens) > 0.1
+    assert b_kv_axes.apart(b_kv_axes.on_grid(tokens, "token"), tokens) < 1e-3
+    assert b_kv_axes.apart(b_kv_axes.on_grid(tokens, "channel"), tokens) > 0.1
 
 
 def test_the_rotation_is_undone():
     """In the first layer the keys of one token are the same everywhere, before their rotation and only then."""
     model = tiny_model(config=replace(TINY, head_dim=16), dtype=torch.float32)
-    layers = kv_quant_claims.layers_on_grid(model, [5] * 32)
+    layers = b_kv_axes.layers_on_grid(model, [5] * 32)
     assert layers["K before by channel"][0] < 1e-3 < 0.01 < layers["K by channel"][0]
 
 
 def test_an_outlier_is_seen():
     x = torch.ones(8, 1, 16)
     x[:, 0, 3] = 5
-    assert kv_quant_claims.outlier(x) == 5
+    assert b_kv_axes.outlier(x) == 5
 
 
 def test_the_sketches_do_harm_only_by_their_slips(monkeypatch):
     found = measured("B11")
     assert found["right"] < 1e-12 and found["keys only"] == "RuntimeError"
     assert found["written"] == 1 + (12 - 9)  # the prompt's nine tokens leave three slots of three blocks
-    assert cache_claims.second_owner(cache_claims.BlockPool) == cache_claims.second_owner(cache_claims.BlockPool)
+    assert b_caches.second_owner(b_caches.BlockPool) == b_caches.second_owner(b_caches.BlockPool)
     assert judge("B11", found).figure == 5
 
 
@@ -301,18 +301,18 @@ def test_masks_hide_padding_and_nothing_else():
 
 
 def test_codes_of_the_textbook_by_hand():
-    assert [quant_claims.code_of(w, -1, 1, 4)[0] for w in (-1, 0, 1)] == [0, 8, 16]
-    assert [quant_claims.code_of(w, -1, 2, 4)[0] for w in (-1, 0, 2)] == [0, 5, 15]
+    assert [b_quantization.code_of(w, -1, 1, 4)[0] for w in (-1, 0, 1)] == [0, 8, 16]
+    assert [b_quantization.code_of(w, -1, 2, 4)[0] for w in (-1, 0, 2)] == [0, 5, 15]
     assert measured("B15")["read"] == pytest.approx(-8 * 2 / 15)
 
 
 def test_a_backward_pass_would_be_counted(monkeypatch):
     assert measured("B16")["backward"] == {"awq": 0, "gptq": 0}
-    real = quant_claims.gptq
+    real = b_quantization.gptq
 
     def learned(*args):
         torch.autograd.backward(None)
         return real(*args)
 
-    monkeypatch.setattr(quant_claims, "gptq", learned)
-    assert quant_claims.clock(SMALL)["backward"] == {"awq": 0, "gptq": 4}  # two sizes, each warmed up once
+    monkeypatch.setattr(b_quantization, "gptq", learned)
+    assert b_quantization.clock(SMALL)["backward"] == {"awq": 0, "gptq": 4}  # two sizes, each warmed up once

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import mutant
 
-from minillm.lab.claims import cold_start, counting, grids, memory, rooflines
+from minillm.lab.claims import a_cold_start, a_counting, a_grids, a_memory, a_rooflines
 from minillm.lab.claims.decide import close, decide
 from minillm.lab.claims.ledger import Claim, Finding, Verdict
 from minillm.lab.claims.workbench import Workbench
@@ -21,7 +21,7 @@ from minillm.lab.roofline import Limits
 
 HOLDS, HOLDS_IF, DOES_NOT = Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.DOES_NOT_HOLD
 CLAIMS: dict[str, Claim] = {}
-for part in (memory, cold_start, grids, counting, rooflines):
+for part in (a_memory, a_cold_start, a_grids, a_counting, a_rooflines):
     CLAIMS |= part.ledger.claims
 MEASURED = {id for id, claim in CLAIMS.items() if claim.measure}
 
@@ -91,31 +91,31 @@ def test_a_measured_row_gives_a_finding_from_figures_that_json_can_hold(id):
 
 # (row, module, what its source says, what it says in another world, the verdict there)
 OTHER_WORLDS = [
-    ("A1", memory, "config.d_model * 2\n", "config.n_kv_heads * config.head_dim * 2\n", HOLDS),
-    ("A1", memory, "ten = 10 * 4096", "ten = 11 * 4096", DOES_NOT),
-    ("A2", memory, "[512, 320, 128]", "[512, 320, 256]", DOES_NOT),
-    ("A2", memory, "128 * GiB", "128e9", DOES_NOT),
-    ("A3", rooflines, "2048, 28e12, 14e9", "2048, 14e12, 14e9", DOES_NOT),
-    ("A3", rooflines, "14e9, 2000, 14e9", "14e9, 1700, 14e9", DOES_NOT),
-    ("A4", rooflines, "148e12, 65.5e12, 0.44", "989e12, 65.5e12, 0.066", HOLDS),
-    ("A5", rooflines, "printed, card = 2312", "printed, card = 60", HOLDS),
-    ("A6", counting, "1024, 1380", "1024, 698", HOLDS_IF),
-    ("A7", counting, "0.7, 4, 0.9, 0.5", "0.7, 4, 0.7, 0.7", HOLDS),
-    ("A7", counting, "(*pattern, False).index(False) + 1", "(*pattern, False).index(False)", DOES_NOT),
-    ("A8", grids, "stated, tolerance = 0.75, 0.05", "stated, tolerance = 0.75, 0.5", HOLDS),
-    ("A8", grids, "stated, tolerance = 0.75, 0.05", "stated, tolerance = 0.9, 0.05", DOES_NOT),
-    ("A9", memory, "== (4, 32)", "== (8, 32)", DOES_NOT),
-    ("A10", grids, "before, stated = 128, 16", "before, stated = 128, 8", DOES_NOT),
-    ("A10", grids, "Grid(2, group).bits_a_weight(head)", "2.0", HOLDS),
-    ("A11", grids, "stated = 4\n", "stated = 3\n", DOES_NOT),
-    ("A11", grids, "32 / Grid(8, group, symmetric=True).bits_a_weight(WIDTH)", "32 / 8", HOLDS),
-    ("A12", memory, "2048, 10e9, 20e9", "2048, 2e9, 20e9", HOLDS),
-    ("A14", memory, 'MODELS["Llama-2-70B"], MODELS["Llama-2-7B"]', "*[MODELS['Llama-2-70B']] * 2", HOLDS_IF),
-    ("A16", memory, "Text(2048, 1)", "Text(3072, 1)", DOES_NOT),
-    ("A17", rooflines, "100_000", "200_000", HOLDS),
-    ("A19", counting, "stated = 5, 3, 3", "stated = 5, 3, 4", HOLDS),
-    ("A20", rooflines, "tokens = 10\n", "tokens = 100\n", HOLDS_IF),
-    ("A20", rooflines, "tokens = 10\n", "tokens = 1000\n", HOLDS),
+    ("A1", a_memory, "config.d_model * 2\n", "config.n_kv_heads * config.head_dim * 2\n", HOLDS),
+    ("A1", a_memory, "ten = 10 * 4096", "ten = 11 * 4096", DOES_NOT),
+    ("A2", a_memory, "[512, 320, 128]", "[512, 320, 256]", DOES_NOT),
+    ("A2", a_memory, "128 * GiB", "128e9", DOES_NOT),
+    ("A3", a_rooflines, "2048, 28e12, 14e9", "2048, 14e12, 14e9", DOES_NOT),
+    ("A3", a_rooflines, "14e9, 2000, 14e9", "14e9, 1700, 14e9", DOES_NOT),
+    ("A4", a_rooflines, "148e12, 65.5e12, 0.44", "989e12, 65.5e12, 0.066", HOLDS),
+    ("A5", a_rooflines, "printed, card = 2312", "printed, card = 60", HOLDS),
+    ("A6", a_counting, "1024, 1380", "1024, 698", HOLDS_IF),
+    ("A7", a_counting, "0.7, 4, 0.9, 0.5", "0.7, 4, 0.7, 0.7", HOLDS),
+    ("A7", a_counting, "(*pattern, False).index(False) + 1", "(*pattern, False).index(False)", DOES_NOT),
+    ("A8", a_grids, "stated, tolerance = 0.75, 0.05", "stated, tolerance = 0.75, 0.5", HOLDS),
+    ("A8", a_grids, "stated, tolerance = 0.75, 0.05", "stated, tolerance = 0.9, 0.05", DOES_NOT),
+    ("A9", a_memory, "== (4, 32)", "== (8, 32)", DOES_NOT),
+    ("A10", a_grids, "before, stated = 128, 16", "before, stated = 128, 8", DOES_NOT),
+    ("A10", a_grids, "Grid(2, group).bits_a_weight(head)", "2.0", HOLDS),
+    ("A11", a_grids, "stated = 4\n", "stated = 3\n", DOES_NOT),
+    ("A11", a_grids, "32 / Grid(8, group, symmetric=True).bits_a_weight(WIDTH)", "32 / 8", HOLDS),
+    ("A12", a_memory, "2048, 10e9, 20e9", "2048, 2e9, 20e9", HOLDS),
+    ("A14", a_memory, 'MODELS["Llama-2-70B"], MODELS["Llama-2-7B"]', "*[MODELS['Llama-2-70B']] * 2", HOLDS_IF),
+    ("A16", a_memory, "Text(2048, 1)", "Text(3072, 1)", DOES_NOT),
+    ("A17", a_rooflines, "100_000", "200_000", HOLDS),
+    ("A19", a_counting, "stated = 5, 3, 3", "stated = 5, 3, 4", HOLDS),
+    ("A20", a_rooflines, "tokens = 10\n", "tokens = 100\n", HOLDS_IF),
+    ("A20", a_rooflines, "tokens = 10\n", "tokens = 1000\n", HOLDS),
 ]
 
 
@@ -127,7 +127,7 @@ def test_other_figures_give_another_verdict(id, module, old, new, verdict):
 
 @pytest.mark.parametrize(("flops", "verdict"), [(1.0, HOLDS), (1e20, DOES_NOT)])
 def test_a_bound_by_flops_alone_is_right_where_the_ridge_is_never_or_always_passed(monkeypatch, flops, verdict):
-    monkeypatch.setattr(rooflines, "gpu_limits", lambda name: Limits(name, flops, 1e12))
+    monkeypatch.setattr(a_rooflines, "gpu_limits", lambda name: Limits(name, flops, 1e12))
     assert found("A15").verdict is verdict
 
 
@@ -146,8 +146,8 @@ def test_the_batch_at_the_ridge_is_where_the_line_of_flop_crosses_that_of_bytes(
 
 
 def test_a_round_without_the_models_own_token_would_make_the_claim_true(monkeypatch):
-    real = counting.verify
-    monkeypatch.setattr(counting, "verify", lambda *a: list(real(*a))[:-1])
+    real = a_counting.verify
+    monkeypatch.setattr(a_counting, "verify", lambda *a: list(real(*a))[:-1])
     finding = found("A19")
     assert (finding.figure, finding.verdict) == (3, HOLDS)
 
@@ -166,7 +166,7 @@ def test_unfused_kernels_move_what_a_list_of_their_inputs_and_outputs_says():
         2 * f + f,  # silu(gate) x up
         f + d,  # down
     ]
-    assert rooflines.bytes_between_kernels(rooflines.MODELS["Llama-2-7B"], 100) == 2 * 100 * 32 * sum(kernels)
+    assert a_rooflines.bytes_between_kernels(a_rooflines.MODELS["Llama-2-7B"], 100) == 2 * 100 * 32 * sum(kernels)
 
 
 def formats(**changed: float) -> dict[str, object]:
@@ -201,11 +201,11 @@ def test_the_grids_of_fp8_are_those_that_their_bits_spell():
                 spelled.add((whole + m / 2**mantissa_bits) * 2.0 ** (power - bias))
         top = 448 if name == "E4M3" else 57344  # above it infinities and NaN, in E4M3 a NaN alone
         wanted = sorted({s * x for x in spelled if x <= top for s in (1, -1)})
-        assert grids.finite_values(grids.FP8[name]).tolist() == wanted
+        assert a_grids.finite_values(a_grids.FP8[name]).tolist() == wanted
 
 
 def test_int8_is_the_better_grid_for_gaussian_rows_and_e4m3_for_rows_with_outliers():
-    figures = grids.formats_compared(Workbench(quick=True))
+    figures = a_grids.formats_compared(Workbench(quick=True))
     gaussian, outliers = figures["decibels"]["gaussian"], figures["decibels"]["outliers"]
     assert gaussian["INT8"] > gaussian["E4M3"] + 6
     assert outliers["E4M3"] > outliers["INT8"] + 6
@@ -213,7 +213,7 @@ def test_int8_is_the_better_grid_for_gaussian_rows_and_e4m3_for_rows_with_outlie
     rows = torch.randn(4, 4096, generator=torch.Generator().manual_seed(1))
     step = 2 * rows.abs().amax(-1) / 255  # an even grid's error is spread evenly over a step
     expected = 10 * torch.log10(rows.square().mean() / (step**2 / 12).mean())
-    assert grids.signal_to_noise(rows, grids.through_int8(rows)) == pytest.approx(float(expected), abs=0.3)
+    assert a_grids.signal_to_noise(rows, a_grids.through_int8(rows)) == pytest.approx(float(expected), abs=0.3)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_the_cold_start_is_judged_by_its_figures(seconds, rate, verdict):
 
 
 def test_a_cold_start_that_is_the_same_for_every_model_holds(monkeypatch):
-    monkeypatch.setattr(cold_start, "weight_bytes", lambda config: 10**9)
+    monkeypatch.setattr(a_cold_start, "weight_bytes", lambda config: 10**9)
     assert CLAIMS["A18"].judge({"seconds": 1.0, "bytes": 10**8, "bytes_a_second": 1e9}).verdict is HOLDS
 
 

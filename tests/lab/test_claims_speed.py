@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from minillm.lab.catalogue import MODELS
-from minillm.lab.claims import quantized_speed
-from minillm.lab.claims.guessing_speed import gpu_round, overlap, rate
+from minillm.lab.claims import c_quantization
+from minillm.lab.claims.c_guessing import gpu_round, overlap, rate
+from minillm.lab.claims.c_paging import gpu_gains
+from minillm.lab.claims.c_phases import A100, H100, first_compute_bound, gpu_passes, output_beyond
+from minillm.lab.claims.c_serving import log_normal
+from minillm.lab.claims.c_step_parts import cut_up, gain_at_most
 from minillm.lab.claims.ledger import Finding, Verdict
-from minillm.lab.claims.paging_claims import gpu_gains
-from minillm.lab.claims.phases import shares
+from minillm.lab.claims.passes import shares
 from minillm.lab.claims.run import all_claims
-from minillm.lab.claims.serving_claims import log_normal
-from minillm.lab.claims.speed import A100, H100, first_compute_bound, gpu_passes, output_beyond
-from minillm.lab.claims.step_parts import cut_up, gain_at_most
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.kv_memory import Run, Slots, Text
 from minillm.linear import Linear
@@ -280,18 +280,18 @@ def test_the_error_of_a_share_shrinks_with_the_guesses():
 def test_4_bits_gain_where_weights_are_what_is_read():
     layers, head = 6.979e9, 0.525e9
     read = (layers * 4.25 + head * 16) / 8
-    assert quantized_speed.gain_on_gpu(A100, 1, 0) == pytest.approx(2 * (layers + head) / read, rel=1e-3)
-    assert quantized_speed.gain_on_gpu(A100, 2048, 0) == 1
+    assert c_quantization.gain_on_gpu(A100, 1, 0) == pytest.approx(2 * (layers + head) / read, rel=1e-3)
+    assert c_quantization.gain_on_gpu(A100, 2048, 0) == 1
 
 
 def test_the_cost_of_4_bits_is_the_stored_runs(bench):
-    costs = {(method, group): cost for method, group, cost in quantized_speed.stored_costs()}
+    costs = {(method, group): cost for method, group, cost in c_quantization.stored_costs()}
     assert costs["awq", 64] == pytest.approx(100 * (15.8185 / 14.0410 - 1), abs=0.05)
     assert abs(costs["rtn", 32]) < 0.1
 
 
 def test_grouped_queries_gain_by_the_cache_that_they_save():
-    figures = quantized_speed.heads_and_twins(Workbench(quick=True))
+    figures = c_quantization.heads_and_twins(Workbench(quick=True))
     gains = {(context, batch): gain for context, batch, gain in figures["gains"]}
     weights, row = 2 * 6.607e9, 524288
     all_heads, eight = weights + 16 * 1026 * row, weights + 16 * 1026 * row / 4

@@ -20,7 +20,7 @@ from minillm.lab.bench import alternate
 from minillm.lab.catalogue import MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import THIS_MACHINE, Figures, Finding, Ledger, Verdict
-from minillm.lab.claims.phases import MODEL, decode_step, greedy, model_of, timed
+from minillm.lab.claims.passes import MODEL, decode_step, greedy, model_of, timed
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.roofline import Limits, Work, gpu_limits, step_work
 from minillm.lab.serving import cut

@@ -12,7 +12,7 @@ from minillm.engine import Engine
 from minillm.lab.catalogue import GPUS, MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger
-from minillm.lab.claims.phases import greedy, model_of
+from minillm.lab.claims.passes import greedy, model_of
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.kv_memory import Run, Text, exact_room, power_of_two_room, read_lengths, room_of, run_lengths
 from minillm.lab.metrics import throughput

@@ -1,6 +1,6 @@
 """How long prefill and decode take, which limit binds them, and how large a batch is worth having.
 
-Four claims look at the same passes of the default model (phases.py), beside the limits of the machine. What a GPU does
+Four claims look at the same passes of the default model (passes.py), beside the limits of the machine. What a GPU does
 is arithmetic (roofline.py): figures of a CPU say nothing against a claim about one.
 """
 
@@ -17,7 +17,7 @@ from minillm.lab.bench import alternate
 from minillm.lab.catalogue import GPUS, MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import THIS_MACHINE, Figures, Finding, Ledger, Verdict
-from minillm.lab.claims.phases import MODEL, phases, shares, timed
+from minillm.lab.claims.passes import MODEL, phases, shares, timed
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.roofline import Limits, gpu_limits, request_steps, step_work
 from minillm.lab.serving import cut

@@ -12,9 +12,9 @@ from functools import partial
 from minillm.config import ModelConfig
 from minillm.gqa import kv_bytes_a_token
 from minillm.lab.catalogue import GPUS, MODELS
+from minillm.lab.claims.a_memory import GiB, weight_bytes
 from minillm.lab.claims.decide import close, decide
 from minillm.lab.claims.ledger import Finding, Ledger
-from minillm.lab.claims.memory import GiB, weight_bytes
 from minillm.lab.roofline import Work, gpu_limits, step_work
 
 ledger = Ledger()

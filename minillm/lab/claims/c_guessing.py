@@ -18,7 +18,7 @@ from minillm.feature_drafter import load_drafter
 from minillm.lab.catalogue import MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger, Verdict
-from minillm.lab.claims.phases import greedy, model_of
+from minillm.lab.claims.passes import greedy, model_of
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.roofline import gpu_limits, step_work
 from minillm.lab.speculative_bench import Watched, compare, step_seconds

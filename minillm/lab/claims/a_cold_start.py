@@ -15,9 +15,9 @@ import torch
 import minillm
 from minillm.fetch import default_model
 from minillm.lab.catalogue import MODELS
+from minillm.lab.claims.a_memory import weight_bytes
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import THIS_MACHINE, Figures, Finding, Ledger
-from minillm.lab.claims.memory import weight_bytes
 from minillm.lab.claims.workbench import Workbench
 
 DISKS = {"a SATA SSD": 0.55e9, "an NVMe SSD": 7e9}  # bytes/s as sold: the limit of SATA 3; of four lanes of PCIe 4

@@ -16,7 +16,7 @@ from minillm.engine import Engine
 from minillm.lab.catalogue import MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger, Verdict
-from minillm.lab.claims.phases import greedy, model_of
+from minillm.lab.claims.passes import greedy, model_of
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.kv_memory import Text, run_lengths
 from minillm.lab.metrics import RequestTimes, duration

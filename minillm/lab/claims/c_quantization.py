@@ -21,7 +21,7 @@ from minillm.lab.bench import alternate
 from minillm.lab.catalogue import GPUS, MODELS
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger, Verdict
-from minillm.lab.claims.phases import model_of, prefill, timed
+from minillm.lab.claims.passes import model_of, prefill, timed
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.perplexity import reference_text
 from minillm.lab.quality import layer_kl
