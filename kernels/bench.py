@@ -22,7 +22,7 @@ import torch
 import triton
 from tabulate import tabulate
 
-from kernels.cases import CHECKS, TIMED, W4A16, Attention, RMSNorm, StoreKV
+from kernels.cases import W4A16, Attention, RMSNorm, StoreKV
 from kernels.checks import INTERPRETED
 
 Case = RMSNorm | StoreKV | Attention | W4A16
@@ -30,9 +30,55 @@ DTYPE = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # absolute, for results of order one
 
 
+def equal(requests: int, count: int, length: int, *heads: int, decode: bool = False) -> Attention:
+    """`requests` requests of the same size."""
+    return Attention((count,) * requests, (length,) * requests, *heads, decode=decode)
+
+
+# Small and ragged: every kernel against its reference, before anything is timed.
+CHECKS = (
+    RMSNorm(3, 77),
+    RMSNorm(2, 576, residual=True),
+    StoreKV(5, 3, 80),
+    Attention((1, 33, 7), (1, 50, 39), 9, 3, 64),
+    Attention((20, 1), (20, 17), 4, 4, 80),
+    Attention((5, 5), (5, 40), 9, 3, 128, decode=True),
+    Attention((1, 1, 1), (1, 17, 130), 9, 3, 64, decode=True),
+    W4A16(1, 70, 320, 32, bias=True),
+    W4A16(5, 70, 192, 64),
+    W4A16(17, 130, 128, bias=True),
+)
+
+# Large: far beyond any cache of a GPU, or long enough to keep it busy.
+TIMED = (
+    RMSNorm(65536, 4096),
+    RMSNorm(65536, 4096, residual=True),
+    RMSNorm(32768, 8192, residual=True),
+    StoreKV(65536, 8, 128),
+    equal(1, 8192, 8192, 32, 8, 128),
+    equal(16, 1024, 1024, 32, 8, 128),
+    equal(4, 2048, 2048, 32, 32, 128),
+    equal(8, 2048, 2048, 9, 3, 64),
+    equal(8, 256, 4096, 32, 8, 128),
+    equal(1, 1, 131072, 32, 8, 128, decode=True),
+    equal(64, 1, 8192, 32, 8, 128, decode=True),
+    equal(64, 1, 4096, 32, 32, 128, decode=True),
+    equal(64, 5, 8192, 64, 8, 128, decode=True),
+    equal(256, 1, 2048, 9, 3, 64, decode=True),
+    W4A16(1, 4096, 14336),
+    W4A16(1, 14336, 4096, 32),
+    W4A16(1, 28672, 8192),
+    W4A16(4, 4096, 14336),
+    W4A16(16, 4096, 14336),
+    W4A16(64, 4096, 14336),
+    W4A16(512, 4096, 14336),
+    W4A16(4096, 4096, 14336),
+)
+
+
 @dataclass(frozen=True)
 class Limits:
-    """bytes_per_s: read and written together. flops: of dense 16-bit products."""
+    """What a GPU can do in a second. bytes_per_s: read and written together. flops: of dense 16-bit products."""
 
     name: str
     bytes_per_s: float

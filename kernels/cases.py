@@ -1,4 +1,4 @@
-"""What bench.py measures: for each kernel some sizes, the bytes and FLOPs that they cost at least, and PyTorch's best.
+"""One run of a kernel for bench.py: its sizes, the bytes and FLOPs that it costs at least, and PyTorch's ways to do it.
 
 A case is plain numbers until `build` puts tensors on a device. `ours` runs the kernel, `peers` what PyTorch offers for
 the same, `reference` the float64 formula.
@@ -100,7 +100,10 @@ class StoreKV:
 
 @dataclass(frozen=True)
 class Attention:
-    """Prefill of packed requests (n_queries = None), or decode with `n_queries` rows for each of them."""
+    """Requests with counts[i] query rows, the last of their lengths[i] tokens.
+
+    decode: by `paged_attention`, for requests with equal counts; else by `flash_attention`.
+    """
 
     counts: Sequence[int]
     lengths: Sequence[int]
@@ -221,49 +224,3 @@ class W4A16:
 def random_normal(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device).to(dtype)
-
-
-def equal(requests: int, count: int, length: int, *heads: int, decode: bool = False) -> Attention:
-    """`requests` requests of the same size."""
-    return Attention((count,) * requests, (length,) * requests, *heads, decode=decode)
-
-
-# Small and ragged: every kernel against its reference, before anything is timed.
-CHECKS = (
-    RMSNorm(3, 77),
-    RMSNorm(2, 576, residual=True),
-    StoreKV(5, 3, 80),
-    Attention((1, 33, 7), (1, 50, 39), 9, 3, 64),
-    Attention((20, 1), (20, 17), 4, 4, 80),
-    Attention((5, 5), (5, 40), 9, 3, 128, decode=True),
-    Attention((1, 1, 1), (1, 17, 130), 9, 3, 64, decode=True),
-    W4A16(1, 70, 320, 32, bias=True),
-    W4A16(5, 70, 192, 64),
-    W4A16(17, 130, 128, bias=True),
-)
-
-# Large: far beyond any cache of a GPU, or long enough to keep it busy.
-TIMED = (
-    RMSNorm(65536, 4096),
-    RMSNorm(65536, 4096, residual=True),
-    RMSNorm(32768, 8192, residual=True),
-    StoreKV(65536, 8, 128),
-    equal(1, 8192, 8192, 32, 8, 128),
-    equal(16, 1024, 1024, 32, 8, 128),
-    equal(4, 2048, 2048, 32, 32, 128),
-    equal(8, 2048, 2048, 9, 3, 64),
-    equal(8, 256, 4096, 32, 8, 128),
-    equal(1, 1, 131072, 32, 8, 128, decode=True),
-    equal(64, 1, 8192, 32, 8, 128, decode=True),
-    equal(64, 1, 4096, 32, 32, 128, decode=True),
-    equal(64, 5, 8192, 64, 8, 128, decode=True),
-    equal(256, 1, 2048, 9, 3, 64, decode=True),
-    W4A16(1, 4096, 14336),
-    W4A16(1, 14336, 4096, 32),
-    W4A16(1, 28672, 8192),
-    W4A16(4, 4096, 14336),
-    W4A16(16, 4096, 14336),
-    W4A16(64, 4096, 14336),
-    W4A16(512, 4096, 14336),
-    W4A16(4096, 4096, 14336),
-)

@@ -1,4 +1,4 @@
-"""What every wrapper asks of its tensors before a kernel runs.
+"""What every wrapper asks of its tensors before a kernel runs, and of the device that they are on.
 
 A kernel sees addresses only: on a GPU a wrong shape is no error but a wrong number, or somebody else's memory.
 """
@@ -97,3 +97,8 @@ def target(device: torch.device) -> str:
         return "cpu"
     properties = torch.cuda.get_device_properties(device)
     return properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors. The interpreter has none: enough that it, too, has something to merge."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -76,9 +76,8 @@ def flash_attention_kernel(
     group = (head // heads_per_group) * stride_kg
     table_ptr = tables_ptr + request * stride_table
     end = tl.minimum(length, past + (tile + 1) * BLOCK_M)  # beyond it lies the future of all rows
-    middle = (
-        tl.maximum(0, tl.minimum(end, past + tile * BLOCK_M + 1)) // BLOCK_N * BLOCK_N
-    )  # before it all rows see all
+    # Before `middle` every row sees every key.
+    middle = tl.maximum(0, tl.minimum(end, past + tile * BLOCK_M + 1)) // BLOCK_N * BLOCK_N
     top, total, acc = walk(
         q, k_ptr + group, v_ptr + group, table_ptr, 0, middle, past + rows, length, top, total, acc, scale,
         stride_kb, stride_kr, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, PRECISION,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import flash_attention
-from kernels.checks import require_cache, require_tensor, target
+from kernels.checks import processors, require_cache, require_tensor, target
 from kernels.flash_attention import Tiles
 from kernels.online_softmax import LOG2_E, padded, precision, walk
 
@@ -63,9 +63,8 @@ def split_kernel(
     k_ptr, v_ptr, table_ptr = k_ptr + group * stride_kg, v_ptr + group * stride_kg, tables_ptr + request * stride_table
     start = split * split_size
     end = tl.minimum(length, start + split_size)
-    middle = tl.maximum(
-        start, tl.minimum(end, length - n_queries + 1) // BLOCK_N * BLOCK_N
-    )  # before it all rows see all
+    # Before `middle` every row sees every key.
+    middle = tl.maximum(start, tl.minimum(end, length - n_queries + 1) // BLOCK_N * BLOCK_N)
     top, total, acc = walk(
         q, k_ptr, v_ptr, table_ptr, start, middle, last_seen, length, top, total, acc, scale,
         stride_kb, stride_kr, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, PRECISION,
@@ -169,11 +168,6 @@ def splits(programs: int, max_length: int, n_processors: int) -> tuple[int, int]
     n_tiles = max(1, triton.cdiv(max_length, BLOCK_N))
     tiles_each = triton.cdiv(n_tiles, min(wanted, n_tiles, MAX_SPLITS))
     return triton.cdiv(n_tiles, tiles_each), tiles_each * BLOCK_N
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors. The interpreter has none: enough that it, too, has something to merge."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def bytes_moved(

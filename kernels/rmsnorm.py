@@ -49,7 +49,10 @@ def rmsnorm_kernel(
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x: [rows, columns], residual: like x or None, weight: [columns]. -> (normed, x + residual or x itself)"""
+    """x: [rows, columns], residual: like x or None, weight: [columns]. -> (normed, x + residual or x itself)
+
+    Raises ValueError for other shapes, dtypes or devices, and for rows of more than MAX_COLUMNS.
+    """
     require_tensor("x", x, (None, None))
     require_floats("x", x)
     require_tensor("weight", weight, (x.shape[1],), like=x)
@@ -59,7 +62,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = Non
         require_tensor("residual", residual, tuple(x.shape), like=x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if residual is not None else x
-    given = x if residual is None else residual
+    given = x if residual is None else residual  # some address, which is not read without a residual
     if x.numel():
         block = triton.next_power_of_2(x.shape[1])
         with torch.cuda.device_of(x):  # Triton launches on the current GPU

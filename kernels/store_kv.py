@@ -45,8 +45,8 @@ def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) 
     """Write new rows into the pool.
 
     k, v: [tokens, n_kv_heads, head_dim]; keys, values: [n_blocks, n_kv_heads, block_size, head_dim], alike in memory;
-    slots: [tokens] int32, block * block_size + row. Two tokens with one slot, or a slot beyond the pool, are the
-    caller's mistake and not seen here.
+    slots: [tokens] int32, block * block_size + row. Raises ValueError for other shapes, dtypes or devices. Two tokens
+    with one slot, or a slot beyond the pool, are the caller's mistake and not seen here.
     """
     require_tensor("k", k, (None, None, None))
     require_floats("k", k)
@@ -65,7 +65,7 @@ def store_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) 
 
 
 def warps(block: int) -> int:
-    """So few that each thread has at least a load of 16 bytes to do."""
+    """Few enough that each thread has at least one load of 16 bytes to do."""
     return min(8, max(1, block // 1024))
 
 

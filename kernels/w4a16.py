@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import require_floats, require_tensor, require_weights, target
+from kernels.checks import processors, require_floats, require_tensor, require_weights, target
 from kernels.nibbles import PIECE, by_nibble, codes_of, load_grid, load_words
 from kernels.online_softmax import precision
 
@@ -144,7 +144,9 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tenso
 
     x: [rows, k] float32, float16 or bfloat16; codes: [columns, k / 2] uint8, byte i with code 2i in its low half and
     2i + 1 in its high half, rows at multiples of 16 bytes; scale, minimum: [columns, groups] float16 or float32, groups
-    of a multiple of 32 weights; bias: [columns] in x's dtype. -> [rows, columns] in x's dtype. Else ValueError.
+    of a multiple of 32 weights; bias: [columns] in x's dtype. -> [rows, columns] in x's dtype.
+
+    Raises ValueError for anything else.
     """
     require_tensor("x", x, (None, None))
     require_floats("x", x)
@@ -163,7 +165,8 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tenso
     whole = n_splits == 1
     to = out if whole else torch.empty((n_splits, n_rows, n_columns), dtype=torch.float32, device=x.device)
     words, grid = codes.view(torch.uint32), (tiles[0], n_splits, tiles[1])
-    tensors = (x, words, scale, minimum, x if bias is None else bias, to)
+    given = x if bias is None else bias  # some address, which is not read without a bias
+    tensors = (x, words, scale, minimum, given, to)
     strides = (x.stride(0), codes.stride(0) // 16, scale.stride(0), minimum.stride(0), n_columns, n_rows * n_columns)
     has_bias = bias is not None
     with torch.cuda.device_of(x):  # Triton launches on the current GPU
@@ -180,7 +183,7 @@ def linear(x: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tenso
             )  # fmt: skip
         if not whole:
             merge_kernel[(n_rows, triton.cdiv(n_columns, MERGE_COLUMNS))](
-                to, tensors[4], out, n_columns, n_splits, n_rows * n_columns,
+                to, given, out, n_columns, n_splits, n_rows * n_columns,
                 BLOCK_N=MERGE_COLUMNS, SPLITS=triton.next_power_of_2(n_splits), HAS_BIAS=has_bias, **MERGE_OPTIONS,
             )  # fmt: skip
     return out
@@ -223,11 +226,6 @@ def splits(programs: int, n_pieces: int, n_processors: int) -> tuple[int, int]:
     n_parts = triton.cdiv(n_pieces, least)
     parts_each = triton.cdiv(n_parts, min(wanted, n_parts, MAX_SPLITS))
     return triton.cdiv(n_parts, parts_each), parts_each * least
-
-
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors. The interpreter has none: enough that it, too, has something to merge."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def bytes_moved(n_rows: int, n_columns: int, k: int, group: int, itemsize: int, grid_itemsize: int = 2) -> int:

@@ -1,8 +1,10 @@
 """How many guesses pay for this text? Watch how many were right lately, and weigh that against what guesses cost.
 
-Each guess is taken to be accepted with the same probability as the last ones of the text were; then the speed-up of k
-guesses is known (`speculative.speedup`), and the best k is taken. At least one: a text that is never guessed at could
-not show that it has become easier.
+The text's acceptance rate is estimated from its last guesses. If each new guess is accepted with that probability, the
+speed-up of k guesses is known (`speculative.speedup`), and the best k is taken. It is at least one: a text for which
+nothing is guessed could not show that it has become easier.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), section 3.5.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from minillm.speculative import Drafter, Proposal, speedup
 from minillm.writing import Writer
 
 
-class AdaptiveK:
+class AdaptiveK(Drafter):
     """A drafter that asks another one, for as many guesses as pay.
 
-    cost_draft: of one guess; cost_verify[i]: of a pass of i + 1 tokens; in units of a plain step. There are at most
-    len(cost_verify) - 1 guesses. start: the acceptance that a new text is taken to have. memory: the weight of what was
-    known before, at each guess that was judged.
+    cost_draft: the cost of one guess. cost_verify[i]: the cost of a pass of i + 1 tokens. Both: in plain decode steps.
+    There are at most len(cost_verify) - 1 guesses. start: the acceptance rate assumed for a new text. memory: what the
+    old estimate weighs when a guess has been judged; the new guess weighs the rest of 1.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device | None = None)
 
 
 def past_of(n_queries: int, n_keys: int) -> int:
-    """How many keys lie before the first query's own."""
+    """How many keys lie before the first query's own. Raises ValueError for fewer keys than queries."""
     if n_keys < n_queries:
         raise ValueError(f"{n_queries} queries cannot be the last rows of {n_keys} keys")
     return n_keys - n_queries

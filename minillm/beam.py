@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.generation import next_logits, prompt_ids, room
+from minillm.generation import next_logits, prompt_ids
 from minillm.kv_cache import ContiguousKV
 from minillm.model import SequenceStore, Transformer
-from minillm.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ def beam_search(
     ids = prompt_ids(model, None, prompt)
     if len(ids) + max_tokens > model.config.max_context:
         raise ValueError(f"{len(ids)} + {max_tokens} tokens do not fit the context of {model.config.max_context}")
-    capacity = room(model, ids, SamplingParams(max_tokens=max_tokens))
-    store = ContiguousKV(model.config, capacity, model.dtype, model.device)
+    store = ContiguousKV(model.config, len(ids) + max_tokens, model.dtype, model.device)
     live: list[tuple[float, list[int], SequenceStore]] = [(0.0, [], store)]
     done: list[Beam] = []
 

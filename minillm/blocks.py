@@ -51,10 +51,15 @@ class Prefix:
 
 
 class BlockPool:
-    """`n_blocks` blocks, each free, cached (no owner, content still good), or owned by `references[block]` tables."""
+    """`n_blocks` blocks, each free, cached (no owner, content still good), or owned by `references[block]` tables.
+
+    block_size: tokens in a block. sharing: whether full blocks are remembered, so that later texts can find them.
+    """
 
     def __init__(self, n_blocks: int, block_size: int, sharing: bool = True):
         require_counts(n_blocks=n_blocks, block_size=block_size)
+        if not isinstance(sharing, bool):
+            raise ValueError(f"sharing must be True or False, not {sharing!r}")
         self.n_blocks, self.block_size, self.sharing = n_blocks, block_size, sharing
         self.references = [0] * n_blocks
         self.free = list(reversed(range(n_blocks)))  # a stack: what was just freed is used again first

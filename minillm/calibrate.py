@@ -1,8 +1,8 @@
 """What the inputs of each linear layer look like, on some text: weights that meet large inputs matter most.
 
 For the error of a layer's outputs, ||X W^T - X Q^T||^2, all that is needed of the inputs X is X^T X: the error is the
-trace of (W - Q) X^T X (W - Q)^T. X^T X / rows is called the Hessian, since it is that of the squared error, but for a
-factor (Frantar et al., "GPTQ", 2023, section 3).
+trace of (W - Q) X^T X (W - Q)^T. X^T X / rows is called the Hessian, since up to a factor it is that of the squared
+error (Frantar et al., "GPTQ", 2023, section 3).
 """
 
 from __future__ import annotations

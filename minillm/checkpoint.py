@@ -17,7 +17,7 @@ from minillm.fetch import default_model
 from minillm.gguf_file import GGUFFile
 from minillm.hf_folder import HFFolder
 from minillm.model import Transformer
-from minillm.native import native_model
+from minillm.native import native_model, require_shape
 from minillm.quant_linear import QuantLinear, require_compute
 from minillm.quantized_model import load_saved
 from minillm.tokenizer import Tokenizer
@@ -44,7 +44,8 @@ def load(
     name_or_path: "smollm2-135m" (fetched once, see minillm/fetch.py), a llama-style .gguf file, a Hugging Face folder
         of the Llama, Mistral, Qwen2 or Qwen3 family, a hub name such as "Qwen/Qwen3-0.6B", or a .safetensors file of a
         quantized model (quantized_model.py: save).
-    device: a GPU if there is one, when not given.      max_context: lowers the model's own limit, in tokens.
+    device: where the model lives; when not given, a GPU if there is one.
+    max_context: a limit in tokens below the model's own.
     prepare: call `model.prepare()` for inference; pass False to train.
     packed: on a CPU, keep a second copy of the weights in a layout that is quicker for batches: twice the memory.
     weights: "float" expands all weights to `dtype`; "native" computes with the 4 and 8 bits of a GGUF file (native.py).
@@ -84,7 +85,7 @@ def load(
 
 
 def require_usable(dtype: torch.dtype, device: str | torch.device) -> None:
-    """Refuse, before seconds of reading, what the model could not live in."""
+    """Refuse a dtype or a device that cannot be used, before seconds are spent on reading."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, not {dtype!r}")
     try:
@@ -134,8 +135,7 @@ def fill(model: Transformer, source: GGUFFile | HFFolder) -> None:
             if name not in places:
                 raise ValueError(f"the checkpoint holds a tensor {name!r} that this kind of model does not have")
             place = places[name][first_row : first_row + len(rows)]
-            if place.shape != rows.shape:
-                raise ValueError(f"tensor {name!r} has shape {list(rows.shape)}, and {list(place.shape)} was expected")
+            require_shape(name, rows.shape, place.shape)
             place.copy_(rows)
             filled[name] += len(rows)
     for name, place in places.items():

@@ -24,11 +24,11 @@ from minillm.chat import common_prefix
 from minillm.kv_cache import ContiguousKV
 from minillm.model import KVStore, Transformer
 from minillm.sampling import draw
-from minillm.speculative import Proposal
+from minillm.speculative import Drafter, Proposal
 from minillm.writing import Writer
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Guess what followed the text's last n tokens where they occurred last: the longest n from `most` to `least`."""
 
     def __init__(self, most: int = 3, least: int = 1):
@@ -47,15 +47,6 @@ class NgramDrafter:
                 if tokens[at : at + n] == wanted:
                     return tokens[at + n : at + n + count]
         return []
-
-    def begin(self, writer: Writer, kv: KVStore) -> None:
-        """It needs nothing."""
-
-    def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
-        """It does not look at the model."""
-
-    def release(self, writer: Writer) -> None:
-        """It keeps nothing."""
 
 
 @dataclass
@@ -110,7 +101,7 @@ class Together:
         return torch.cat([kv.attend(layer, *part) for kv, *part in parts])
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A smaller model that writes on, with a cache of its own for each text."""
 
     def __init__(self, model: Transformer):
@@ -148,12 +139,6 @@ class ModelDrafter:
             capacity = min(writer.limit, self.model.config.max_context)
             self.caches[writer] = Cache(ContiguousKV(self.model.config, capacity, self.model.dtype, self.model.device))
         return self.caches[writer]
-
-    def begin(self, writer: Writer, kv: KVStore) -> None:
-        """It has a cache of its own."""
-
-    def observe(self, writer: Writer, start: int, hidden: Tensor) -> None:
-        """It computes everything itself."""
 
     def release(self, writer: Writer) -> None:
         self.caches.pop(writer, None)

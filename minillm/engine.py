@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minillm.blocks import BlockPool, require_counts
 from minillm.engine_request import EngineRequest
-from minillm.generation import prompt_ids, require_params
+from minillm.generation import new_writer
 from minillm.model import Transformer
 from minillm.paged_kv import PagedKV
 from minillm.policies import Policy
@@ -36,7 +36,7 @@ from minillm.sampling import SamplingParams
 from minillm.scheduler import Scheduler
 from minillm.speculative import Drafter, require_drafter, verify
 from minillm.tokenizer import Tokenizer
-from minillm.writing import Generation, Piece, Writer
+from minillm.writing import Generation, Piece
 
 
 class Engine:
@@ -45,7 +45,10 @@ class Engine:
     n_blocks, block_size: the pool, n_blocks * block_size tokens for all requests together.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens that a step computes; longer prompts are
     cut into chunks. sharing: whether requests with the same beginning share its blocks. policy: see policies.py.
-    drafter: guesses up to k tokens of each text that decodes (speculative.py); a step verifies them.
+    drafter: guesses up to k tokens of each text that decodes (speculative.py); a step verifies them. clock: the time in
+    seconds, for arrivals and all that is measured.
+
+    Raises ValueError for arguments of the wrong kind, and for a pool that does not fit into memory.
     """
 
     def __init__(
@@ -72,9 +75,9 @@ class Engine:
         if drafter is not None:
             require_drafter(drafter, model, k)
         self.drafter, self.k = drafter, k
+        self.kv = PagedKV(model.config, n_blocks, block_size, model.dtype, model.device)
         blocks = BlockPool(n_blocks, block_size, sharing)
         self.scheduler = Scheduler(blocks, max_num_seqs, max_num_batched_tokens, policy)
-        self.kv = PagedKV(model.config, n_blocks, block_size, model.dtype, model.device)
         self.last_step = Step([])
 
     @property
@@ -112,17 +115,11 @@ class Engine:
         self, prompt: str | Sequence[int], params: SamplingParams | None, priority: int = 0, sample: int = 0
     ) -> EngineRequest:
         """Check a request, and make it without taking it in."""
-        params = SamplingParams() if params is None else params
-        ids = prompt_ids(self.model, self.tokenizer, prompt)
-        require_params(self.model, self.tokenizer, params)
+        writer = new_writer(self.model, self.tokenizer, prompt, params)
+        if writer.params.seed is not None:
+            writer.generator.manual_seed((writer.params.seed + sample) % 2**64)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"priority must be a whole number, not {priority!r}")
-        context = self.model.config.max_context
-        if len(ids) > context:
-            raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {context}")
-        if params.seed is not None:
-            params = replace(params, seed=(params.seed + sample) % 2**64)
-        writer = Writer(self.tokenizer, ids, params, min(context, len(ids) + params.max_tokens))
         request = EngineRequest(writer, priority, self.clock())
         if request.finish_reason is None:
             self.scheduler.require_room(request)
@@ -236,12 +233,13 @@ class Engine:
                 while shown[request] < len(request.pieces):
                     shown[request] += 1
                     yield request, request.pieces[shown[request] - 1]
-            if all(r.finish_reason and shown[r] == len(r.pieces) for r in requests):
+            if any(shown[r] < len(r.pieces) for r in requests):  # written by others meanwhile
+                continue
+            if all(r.finish_reason for r in requests):
                 return
-            if all(shown[r] == len(r.pieces) for r in requests):
-                self.step()
-                if not self.last_step.spans:
-                    time.sleep(1e-3)  # a policy waits for more requests
+            self.step()
+            if not self.last_step.spans:
+                time.sleep(1e-3)  # a policy waits for more requests
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -50,5 +50,4 @@ class EngineRequest(Request):
     @property
     def generation(self) -> Generation:
         """What is written so far, in the form of `minillm.generate`."""
-        writer = self.writer
-        return Generation.of(writer.prompt, self.pieces, writer.params, self.finish_reason or "unfinished")
+        return Generation.of(self.writer, self.pieces, self.finish_reason or "unfinished")

@@ -29,7 +29,7 @@ from minillm.drafters import Guesses, Together
 from minillm.kv_cache import ContiguousKV
 from minillm.linear import Linear, adopt_choices, pack_all
 from minillm.model import Block, KVStore, RMSNorm, Rope, Transformer
-from minillm.speculative import Proposal
+from minillm.speculative import Drafter, Proposal
 from minillm.writing import Writer
 
 TRAINED = Path(__file__).parent / "weights" / "smollm2-135m-drafter.safetensors"
@@ -115,7 +115,7 @@ class Memory:
         return self.cached + len(self.pending)
 
 
-class FeatureDrafter:
+class FeatureDrafter(Drafter):
     """Guesses with a trained `FeatureModel`. It sees the rows that `observe` gives, and guesses on top of them."""
 
     def __init__(self, model: Transformer, features: FeatureModel):
@@ -186,9 +186,6 @@ class FeatureDrafter:
         """Whether it has seen the rows of all tokens but the last, and not guessed from them yet."""
         memory = self.memories.get(writer)
         return memory is not None and len(memory.pending) > 0 and memory.known == len(writer.tokens) - 1
-
-    def begin(self, writer: Writer, kv: KVStore) -> None:
-        """It has a cache of its own."""
 
     def release(self, writer: Writer) -> None:
         self.memories.pop(writer, None)

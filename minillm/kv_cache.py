@@ -9,6 +9,8 @@ Pope et al., "Efficiently Scaling Transformer Inference" (2022), section 2.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -77,15 +79,14 @@ class ContiguousKV:
 
     def first_layers(self, n_layers: int) -> ContiguousKV:
         """A cache of the first layers in the same memory: what one writes, the other sees. The length is its own."""
-        part = object.__new__(ContiguousKV)
-        part.k, part.v, part.length, part.attention = self.k[:n_layers], self.v[:n_layers], self.length, self.attention
+        part = copy(self)
+        part.k, part.v = self.k[:n_layers], self.v[:n_layers]
         return part
 
     def fork(self) -> ContiguousKV:
         """An independent copy of the past, with the same room."""
-        copy = object.__new__(ContiguousKV)
-        copy.k, copy.v, copy.length = torch.empty_like(self.k), torch.empty_like(self.v), self.length
-        copy.attention = self.attention
-        copy.k[:, :, : self.length] = self.k[:, :, : self.length]
-        copy.v[:, :, : self.length] = self.v[:, :, : self.length]
-        return copy
+        other = copy(self)
+        other.k, other.v = torch.empty_like(self.k), torch.empty_like(self.v)
+        other.k[:, :, : self.length] = self.k[:, :, : self.length]
+        other.v[:, :, : self.length] = self.v[:, :, : self.length]
+        return other

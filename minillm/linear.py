@@ -47,9 +47,7 @@ class Linear(nn.Module):
         return self.weight.detach()[ids].to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.choices is None:
-            return F.linear(x, self.weight, self.bias)
-        choice = self.choices[min(len(x), SIZES[-1] + 1)]
+        choice = PLAIN if self.choices is None else self.choices[min(len(x), SIZES[-1] + 1)]
         if choice == PLAIN:
             return F.linear(x, self.weight, self.bias)
         if choice == PACKED:

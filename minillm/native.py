@@ -22,7 +22,10 @@ from minillm.quantize import Quantized
 def native_model(
     source: GGUFFile, dtype: torch.dtype, device: str | torch.device, compute: torch.dtype | None = None
 ) -> Transformer:
-    """dtype: of all that is not on a grid. compute: of the products (QuantLinear)."""
+    """dtype: of all that is not quantized. compute: the dtype of the products (QuantLinear).
+
+    Raises ValueError for tensors that are of another kind than Q4_1 and Q8_0, missing, or left over.
+    """
     config, parts = source.config, Parts(source)
     model = Transformer(config, dtype, device="meta")  # shapes without memory
 

@@ -31,7 +31,10 @@ from minillm.request import Span, Step
 
 
 class PagedKV:
-    """The pool: k and v, each [n_layers, n_blocks, n_kv_heads, block_size, head_dim]."""
+    """The pool: k and v, each [n_layers, n_blocks, n_kv_heads, block_size, head_dim].
+
+    Raises ValueError for a pool that the device's memory does not hold.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,16 @@ class PagedKV:
         device: str | torch.device = "cpu",
     ):
         require_counts(n_blocks=n_blocks, block_size=block_size)
-        self.heads_per_group = config.n_heads // config.n_kv_heads
+        self.heads_per_group = config.group_size
         shape = (config.n_layers, n_blocks, config.n_kv_heads, block_size, config.head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        except RuntimeError as error:
+            size = n_blocks * block_size * config.kv_elements_per_token * dtype.itemsize / 2**30
+            raise ValueError(
+                f"a pool of {n_blocks} blocks of {block_size} tokens takes {size:,.1f} GiB, which cannot be reserved "
+                f"on {device}: take fewer blocks"
+            ) from error
 
     @property
     def block_size(self) -> int:

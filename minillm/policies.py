@@ -17,6 +17,8 @@ MOST_SECONDS = 3600
 
 
 class Policy(Protocol):
+    """A rule of admission. The scheduler asks it only when there is room."""
+
     def may_join(self, request: Request, scheduler: Scheduler, now: float) -> bool:
         """Whether the first of those who wait may join in this step. now: seconds, on the clock of arrivals."""
         ...

@@ -51,12 +51,12 @@ class QuantLinear(nn.Module):
 
     @property
     def weight(self) -> Quantized:
-        """What it was made of."""
+        """The matrix that the layer was made of, with plain codes."""
         return self.part(slice(None), self.channel)
 
     @property
     def bytes_read(self) -> int:
-        """By one product: the codes, and the grid in the form that serves."""
+        """Bytes that one product reads of the weights: the codes, and the grid in the form that is used."""
         grid = (self.scale, self.minimum) if self.pairs is None else (self.pairs,)
         return sum(t.nbytes for t in (self.codes, *grid, self.channel, self.bias) if t is not None)
 
@@ -88,7 +88,7 @@ class QuantLinear(nn.Module):
         return torch.cat([F.linear(x, part) for part in parts], dim=-1)
 
     def kernel_takes(self, x: Tensor) -> bool:
-        """Whether there is a GPU for kernels/w4a16.py, and its grid is like this one."""
+        """Whether kernels/w4a16.py can compute it: there is a GPU, and it knows grids of this kind."""
         known = self.n_in // self.scale.shape[1] % 32 == 0 and self.scale.dtype != torch.bfloat16
         return self.halved and self.pairs is None and known and kernels_serve(x[:, :1])
 
@@ -165,7 +165,7 @@ class QuantEmbedding(nn.Module):
 
 
 def symmetric_minimum(scale: Tensor, bits: int) -> Tensor:
-    """A symmetric grid needs to store no minimum."""
+    """The minimum of a symmetric grid, which need not be stored: 0 is a level. -> like scale"""
     return -scale * 2 ** (bits - 1)
 
 

@@ -110,9 +110,9 @@ def scales(groups: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def stored(scale: Tensor, grid: Grid) -> Tensor:
-    """As numbers of grid.dtype, not negative: the nearest ones, or the next ones up, where the nearest would leave the
-    last level more than half a step below the last weight. The numbers that float16 ends with, 2^-24, 2^-23 and so on,
-    are too far apart for it."""
+    """Scales rounded to grid.dtype, never negative: to the nearest number, or to the next one up if the nearest would
+    leave the last level more than half a step below the last weight. That happens among the smallest numbers of
+    float16 (2^-24, 2^-23, ...), which are far apart."""
     info = torch.finfo(grid.dtype)
     scale = scale.clamp(min=0)
     low = scale.to(grid.dtype).to(scale.dtype)

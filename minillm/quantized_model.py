@@ -71,7 +71,7 @@ def quantize(
 
 
 def put(model: Transformer, name: str, layer: QuantLinear) -> None:
-    """In place of the module of this name. "embed": also in place of a head that is tied to it."""
+    """Put a layer in place of the module of this name. "embed": also in place of a head that is tied to it."""
     if name != "embed":
         replace_module(model, name, layer)
         return
@@ -86,7 +86,7 @@ def replace_module(model: nn.Module, name: str, new: nn.Module | nn.Parameter) -
 
 
 def quantized_layers(model: Transformer) -> dict[str, QuantLinear]:
-    """By the names that `put` takes; one that serves as embedding and head is there once."""
+    """The quantized layers by the names that `put` takes; a layer that is embedding and head is there once."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
     return {name.removesuffix(".matrix"): layer for name, layer in layers.items()}
 
@@ -133,7 +133,7 @@ def load_saved(
     max_context: int | None = None,
     compute: torch.dtype | None = None,
 ) -> tuple[Transformer, Tokenizer]:
-    """What `save` wrote. dtype: of all that is not on a grid."""
+    """What `save` wrote. dtype: of all that is not quantized. Raises ValueError for a file that is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             about = (file.metadata() or {}).get("minillm", "")

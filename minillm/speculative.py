@@ -51,7 +51,8 @@ class Drafter(Protocol):
     """Who guesses. It may be as wrong as it likes, but must say truly what its guesses were drawn from.
 
     Texts are known by their writers. A drafter with a cache of its own compares it with `writer.tokens` first: what was
-    rejected is forgotten there, and nothing else needs to be undone.
+    rejected is forgotten there, and nothing else needs to be undone. Only `propose` has to be written: the other
+    methods do nothing, for a drafter that does not care.
     """
 
     def propose(self, writers: Sequence[Writer], counts: Sequence[int]) -> list[Proposal]:
@@ -162,7 +163,7 @@ def generate(
     start = time.perf_counter()
     writer, kv = begin(model, tokenizer, prompt, params, kv)
     done = list(rounds(model, drafter, writer, kv, kv.length, k, start))
-    return Generation.of(writer.prompt, done, writer.params, writer.finish_reason)
+    return Generation.of(writer, done, writer.finish_reason)
 
 
 @torch.inference_mode()

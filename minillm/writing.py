@@ -47,16 +47,17 @@ class Generation:
     top_logprobs: list[dict[int, float]] | None = None
 
     @classmethod
-    def of(cls, prompt: Sequence[int], pieces: Sequence[Piece], params: SamplingParams, reason: str) -> Generation:
-        """Put the pieces together."""
+    def of(cls, writer: Writer, pieces: Sequence[Piece], reason: str) -> Generation:
+        """Put the pieces of a text together."""
+        wanted = writer.params.logprobs is not None
         return cls(
-            prompt=list(prompt),
+            prompt=list(writer.prompt),
             tokens=[piece.token for piece in pieces],
             text="".join(piece.text for piece in pieces),
             finish_reason=reason,
             seconds=[piece.seconds for piece in pieces],
-            logprobs=None if params.logprobs is None else [piece.logprob for piece in pieces],
-            top_logprobs=None if params.logprobs is None else [piece.top_logprobs for piece in pieces],
+            logprobs=[piece.logprob for piece in pieces] if wanted else None,
+            top_logprobs=[piece.top_logprobs for piece in pieces] if wanted else None,
         )
 
 

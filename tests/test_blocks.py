@@ -172,6 +172,12 @@ def test_a_prefix_behind_a_block_that_is_not_known_itself_is_built_from_the_star
     assert pool.find([3, 4, 5, 6, 7]) == []
 
 
+@pytest.mark.parametrize("value", ["no", "yes", 0, 1, None])
+def test_sharing_is_a_yes_or_a_no(value):
+    with pytest.raises(ValueError, match=f"sharing must be True or False, not {value!r}"):
+        BlockPool(8, 2, sharing=value)
+
+
 def test_without_sharing_nothing_is_remembered():
     pool = BlockPool(8, 2, sharing=False)
     table = filled(pool, [1, 2, 3, 4])

@@ -1049,6 +1049,8 @@ def test_two_streams_and_a_generate_in_turn_give_every_piece():
         (lambda: Engine(MODEL, "tokenizer"), "tokenizer must be a Tokenizer or None"),
         (lambda: Engine(MODEL, policy="static"), "policy must be an object such as"),
         (lambda: Engine(MODEL, policy=Static), "policy must be an object such as"),
+        (lambda: Engine(MODEL, sharing="no"), "sharing must be True or False, not 'no'"),
+        (lambda: Engine(MODEL, n_blocks=10**14), r"a pool of 1\d{14} blocks of 16 tokens takes .* take fewer blocks"),
         (lambda: small().stream([1]), r"expected a request, not list; .* write \*requests"),
         (lambda: small().abort("r"), "expected a request, not str"),
         (lambda: small().generate(None), "prompts is a list of prompts"),

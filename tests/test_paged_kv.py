@@ -47,6 +47,14 @@ def test_a_pool_of_nothing_is_refused(name, value):
         PagedKV(TINY, **{"n_blocks": 2, "block_size": 2, name: value})
 
 
+def test_a_pool_that_no_memory_holds_is_refused_in_one_sentence():
+    per_token = TINY.kv_elements_per_token * 4
+    n_blocks = 2**60 // (4 * per_token)  # a billion GiB
+    gib = f"{n_blocks * 4 * per_token / 2**30:,.1f}"
+    with pytest.raises(ValueError, match=f"a pool of {n_blocks} blocks of 4 tokens takes {gib} GiB, .* on cpu: take"):
+        PagedKV(TINY, n_blocks, 4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [TINY, replace(TINY, n_kv_heads=6, n_layers=3)])
 def test_the_bytes_are_those_of_the_tensors(config, dtype):

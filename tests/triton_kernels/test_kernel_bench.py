@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 import torch
 
 from kernels import bench, flash_attention, paged_attention, rmsnorm, store_kv, w4a16
-from kernels.cases import CHECKS, TIMED, W4A16, Attention, RMSNorm, StoreKV, equal
+from kernels.bench import CHECKS, TIMED, equal
+from kernels.cases import W4A16, Attention, RMSNorm, StoreKV
 from minillm.lab.catalogue import GPUS
 
 
