@@ -159,5 +159,5 @@ def draw_twins(points: Sequence[tuple[int, int, float, float]], unit: str) -> Pi
                       capsize=4, label=f"seed {seed}")  # fmt: skip
     axes.set_xticks(range(len(heads)), heads)
     axes.set(xlabel="KV heads", ylabel=unit)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(seeds), frameon=False, fontsize=9)
     return figure

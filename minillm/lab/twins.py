@@ -1,6 +1,6 @@
 """What do fewer KV heads cost? Small twins that differ in nothing else, and a trained model whose heads are pooled.
 
-    python -m minillm.lab.twins [--json FILE] [--steps N] [--healing N]     # a quarter of an hour on two cores
+    python -m minillm.lab.twins [--json FILE] [--steps N] [--healing N]     # about 20 minutes on two cores
 
 1. Twins: byte-level transformers of nine query heads with 9, 3 or 1 KV heads. What the keys and values give up, the MLP
    gets, so all have the same number of parameters; the same text in the same order, two seeds.
@@ -300,7 +300,8 @@ def about(results: Mapping) -> str:
     size = (
         f"{results['steps']} steps of {results['bytes_a_step']:,} bytes for each twin; healing: {results['healing']} "
     )
-    size += f"and {results['healing_end_to_end']} steps of {LONG} tokens"
+    minutes = (sum(run["seconds"] for run in results["twins"]) + results["smollm2_seconds"]) / 60
+    size += f"and {results['healing_end_to_end']} steps of {LONG} tokens; {minutes:.0f} minutes"
     return f"made on {results['date']}, {m['cpu']}, {m['cores']} cores, {m['threads']} threads; {size}"
 
 
