@@ -63,7 +63,7 @@ def quantize(
     ends = {"embed": model.embed} if model.config.tied_embeddings else {"embed": model.embed, "head": model.head}
     found = {name: round_to_nearest(layer.weight, head) for name, layer in ends.items()} if head else {}
     known = {} if calibration is None else hessians(model, calibration)
-    for name, layer in tqdm(layers, "quantizing", leave=False, disable=method == "rtn"):
+    for name, layer in layers if method == "rtn" else tqdm(layers, "quantizing", leave=False):
         found[name] = METHODS[method](layer.weight, grid, known.get(name))
     for name, weight in found.items():
         put(model, name, QuantLinear(weight, getattr(model.get_submodule(name), "bias", None), compute))

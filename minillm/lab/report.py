@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from minillm.lab.workload import Requests
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+CAPTION_WIDTH = 125  # letters in a line below the picture
 
 
 def ladder_table(rows: list[Row], style: str = "simple") -> str:
@@ -118,8 +121,8 @@ def plot_ladder(rows: list[Row], path: str | Path, caption: str) -> None:
     ):
         plot_panel(axes, panel)
     axes.set_xlabel("output tokens per second, prompts included (median, smallest and largest)")
-    figure.suptitle("The ladder: the same text, stage by stage")
-    figure.supxlabel(caption, fontsize=8)
+    figure.suptitle("The ladder, stage by stage")
+    figure.supxlabel("\n".join(textwrap.fill(line, CAPTION_WIDTH) for line in caption.splitlines()), fontsize=8)
     figure.savefig(path, format="png", dpi=150)
 
 

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import minillm
 from minillm import cli
 from minillm.lab.claims import run
 from minillm.lab.claims.ledger import ARITHMETIC, Claim, Finding, Ledger, Verdict
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.draw_claims import draw_formats, draw_verdicts
+from minillm.lab.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +81,13 @@ def test_the_stored_run_holds_every_slow_claim_in_full_size_and_its_verdicts_are
         if claim.measure is not None:
             found = claim.judge(rows[id]["figures"])
             assert found.verdict.value == rows[id]["verdict"], id
+
+
+def test_a_model_that_is_first_asked_for_in_inference_mode_serves_everybody(monkeypatch):
+    monkeypatch.setattr(minillm, "load", lambda **_: (tiny_model(), None))
+    bench = Workbench(quick=True)
+    with torch.inference_mode():
+        assert not bench.model.embed.weight.is_inference()
 
 
 def test_ids_can_be_chosen_in_any_case_and_wrong_ones_are_named():

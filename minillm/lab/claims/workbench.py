@@ -23,8 +23,9 @@ class Workbench:
     @cached_property
     def loaded(self) -> tuple[Transformer, Tokenizer]:
         """The default model in float32 on the CPU; quick: without looking for its quickest products."""
-        model, tokenizer = minillm.load(dtype=torch.float32, device="cpu", prepare=not self.quick)
-        return model.requires_grad_(False), tokenizer
+        with torch.inference_mode(False):  # whoever asks first may be in it, and its tensors serve nobody else
+            model, tokenizer = minillm.load(dtype=torch.float32, device="cpu", prepare=not self.quick)
+            return model.requires_grad_(False), tokenizer
 
     @property
     def model(self) -> Transformer:
