@@ -1,4 +1,4 @@
-"""The `minillm` command. Parsing and errors; what the commands do is in commands.py."""
+"""The `minillm` command. Parsing and errors; what the commands do is in commands.py and lab/commands.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from minillm import __version__, commands
+from minillm.lab import commands as course
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -58,34 +59,34 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", metavar="FILE", help="write the result as JSON")
     command.add_argument("--plot", metavar="FILE", help="draw the result as a png")
     command.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    command.set_defaults(run=commands.ladder)
+    command.set_defaults(run=course.ladder)
 
     command = subparsers.add_parser("bench", help="measure against other implementations")
     benches = command.add_subparsers(title="benchmarks", required=True, metavar="WHAT")
     peers = benches.add_parser("peers", help="transformers and, where installed, llama.cpp, with the same weights")
     peers.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    peers.set_defaults(run=commands.peers)
+    peers.set_defaults(run=course.peers)
     add_serving(benches)
     guessing = benches.add_parser("speculative", help="speculative sampling: when does it pay?")
     guessing.add_argument("--quick", action="store_true", help="short texts, one run of each")
     guessing.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    guessing.set_defaults(run=commands.speculative)
+    guessing.set_defaults(run=course.speculative)
     grids = benches.add_parser("quant", help="quantized weights: what do they cost, and what do they bring?")
     grids.add_argument("--quick", action="store_true", help="a short text, few cases, one run of each")
     grids.add_argument(
         "--json", metavar="FILE", help="write each result as JSON when it is there; go on with that file"
     )
     grids.add_argument(
-        "--only", action="append", choices=commands.QUANT_PARTS, help="a part of it; may be given several times"
+        "--only", action="append", choices=course.QUANT_PARTS, help="a part of it; may be given several times"
     )
-    grids.set_defaults(run=commands.quant)
+    grids.set_defaults(run=course.quant)
 
     command = subparsers.add_parser("claims", help="what is often said about LLM inference, and what holds of it")
     command.add_argument("--only", action="append", metavar="ID", help="one claim, as A5; may be given several times")
     command.add_argument("--fresh", action="store_true", help="measure everything here: reuse no stored figures")
     command.add_argument("--quick", action="store_true", help="smaller sizes where something is measured")
     command.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    command.set_defaults(run=commands.claims)
+    command.set_defaults(run=course.claims)
 
     add_advise(subparsers)
 
@@ -93,21 +94,21 @@ def build_parser() -> argparse.ArgumentParser:
         "check", help="run the checks of an exercise notebook, for example: minillm check 02"
     )
     command.add_argument("number", help="the notebook's two digits")
-    command.set_defaults(run=commands.check)
+    command.set_defaults(run=course.check)
 
     command = subparsers.add_parser("progress", help="which exercise tasks have been passed")
-    command.set_defaults(run=commands.progress)
+    command.set_defaults(run=course.progress)
 
     command = subparsers.add_parser("exercises", help="for teachers: make exercises/ from solutions/")
     action = command.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true", help="write the exercises that are out of date")
     action.add_argument("--check", action="store_true", help="fail if any is out of date, missing or left over")
-    command.set_defaults(run=commands.exercises)
+    command.set_defaults(run=course.exercises)
 
     command = subparsers.add_parser("notebooks", help="for authors: run lecture notebooks and store their outputs")
     command.add_argument("numbers", nargs="+", metavar="NN", help="the notebooks' two digits")
     command.add_argument("--fast", action="store_true", help="small sizes, and store nothing: does it run?")
-    command.set_defaults(run=commands.notebooks)
+    command.set_defaults(run=course.notebooks)
 
     command = subparsers.add_parser("fetch", help="get the default model's file")
     command.add_argument(
@@ -151,7 +152,7 @@ def add_advise(subparsers: argparse._SubParsersAction) -> None:
         "--efficiency", type=float, default=1.0, metavar="E", help="share of the limits that is reached (default: 1)"
     )
     guide.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    guide.set_defaults(run=commands.advise)
+    guide.set_defaults(run=course.advise)
 
 
 def add_serving(benches: argparse._SubParsersAction) -> None:
@@ -167,7 +168,7 @@ def add_serving(benches: argparse._SubParsersAction) -> None:
     serving.add_argument("--slo-ttft", type=float, default=2.0, help="target in seconds (default: %(default)s)")
     serving.add_argument("--slo-tpot", type=float, default=0.2, help="target in seconds (default: %(default)s)")
     serving.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    serving.set_defaults(run=commands.serving)
+    serving.set_defaults(run=course.serving)
 
 
 def add_model_options(command: argparse.ArgumentParser) -> None:

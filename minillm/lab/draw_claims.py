@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from matplotlib.ticker import MaxNLocator
+
 from minillm.lab.claims.ledger import Verdict
 from minillm.lab.claims.run import Row
 from minillm.lab.plots import BLUE, GREEN, INK, RED, WHITE, YELLOW, Kind, Picture, picture
@@ -42,6 +44,7 @@ def draw_verdicts(rows: Sequence[Row]) -> Picture:
             label.set_bbox({"facecolor": WHITE, "edgecolor": "none", "pad": 1} if label.get_text() else None)
     axes.set_yticks(range(len(GROUPS)), [f"{letter}: {name}" for letter, name in GROUPS.items()])
     axes.invert_yaxis()
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("claims")
     figure.legend(loc="outside lower center", ncols=len(LOOKS), frameon=False, fontsize=9)
     return figure

@@ -46,7 +46,8 @@ def draw_ladder(rows: Sequence[Row], quantity: str = "tokens per second") -> Pic
     attribute, unit, form = QUANTITIES[quantity]
     values = [getattr(row, attribute) for row in rows]
     alt = f"Bars of {unit}: " + ", ".join(f"{r.stage} {form.format(v)}" for r, v in zip(rows, values, strict=True))
-    same = "the same tokens on every rung" if all(row.same_tokens for row in rows) else "not all rungs agree"
+    agree = sum(row.same_tokens for row in rows)
+    same = "the same tokens on every rung" if agree == len(rows) else f"the same tokens on {agree} of {len(rows)} rungs"
     return draw_bars([row.stage for row in rows], values, unit, f"The ladder, {quantity}: {same}", alt, form)
 
 

@@ -12,7 +12,7 @@ from conftest import TINY, mutant, random_model
 
 from minillm import cli, linear
 from minillm.calibrate import linear_layers
-from minillm.commands import QUANT_PARTS
+from minillm.lab.commands import QUANT_PARTS
 from minillm.generation import generate
 from minillm.lab import quality, quant_bench
 from minillm.lab.bench import Measured
