@@ -17,8 +17,8 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from minillm.lab.commands import QUANT_PARTS
 from minillm.lab.bench import alternate
+from minillm.lab.commands import QUANT_PARTS
 from minillm.lab.perplexity import WINDOW, split
 from minillm.lab.quality import Quality, layer_kl, method_seconds
 from minillm.lab.results import Results
