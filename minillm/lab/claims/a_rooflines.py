@@ -118,7 +118,8 @@ def decode_by_flops_alone() -> Finding:
     notebook="03_prefill_and_decode",
 )
 def bound_by_flops() -> Finding:
-    config, most, past = MODELS["Qwen2.5-32B"], 4096, 1024
+    model, most, past = "Qwen2.5-32B", 4096, 1024
+    config = MODELS[model]
     cards = "H100 SXM", "A100 80GB SXM", "H20"
 
     def reaches(name: str, past: int) -> int | None:
@@ -141,23 +142,23 @@ def bound_by_flops() -> Finding:
         "FLOP a byte, the ridge of an H100 SXM: below it, bytes are the bound",
         decide(any(found), always=all(batch == 1 for batch in found)),
         "FLOP/s over the FLOP of a step are steps: times the batch they are tokens. The condition: a batch beyond "
-        f"the ridge. With no past that is {said(short)}; with {past:,} tokens {said(long)}, since every text brings "
-        f"its own keys and values. Of these {' and '.join(room) or 'none'} has the memory for it.",
+        f"the ridge. For {model} with no past that is {said(short)}; with {past:,} tokens of past {said(long)}, since "
+        f"every text brings its own keys and values. Of these {' and '.join(room) or 'none'} has the memory for it.",
     )
 
 
 @ledger.claim(
     "A17",
     sources="T3",
-    text="Contexts end being usable at 32K tokens; 100K need another kind of attention",
+    text="Contexts cease to be usable at 32K tokens; 100K need another kind of attention",
     notebook="10_evidence",
 )
 def long_contexts() -> Finding:
-    config, card, tokens = MODELS["Llama-3.1-8B"], gpu_limits("H100 SXM"), 100_000
+    config, gpu, tokens = MODELS["Llama-3.1-8B"], GPUS["H100 SXM"], 100_000
     held = weight_bytes(config) + tokens * kv_bytes_a_token(config)
-    fits = config.max_context >= tokens and held <= GPUS["H100 SXM"].memory
+    fits = config.max_context >= tokens and held <= gpu.memory
     prefill, step = (
-        step_work(config, *new, weight_bytes=2, kv_bytes=2).seconds(card) for new in ((tokens,), (1, tokens))
+        step_work(config, *new, weight_bytes=2, kv_bytes=2).seconds(gpu_limits(gpu.name)) for new in ((tokens,), (1, tokens))
     )
     scores = 2 * tokens**2 * config.n_heads
     return Finding(
@@ -165,8 +166,8 @@ def long_contexts() -> Finding:
         f"GiB of keys and values for the {config.max_context:,} tokens that Llama-3.1-8B is made for",
         decide(not fits),
         f"Costly, {'not impossible' if fits else 'and too much'}: {tokens:,} tokens and the weights are "
-        f"{held / 1e9:.0f} of {GPUS['H100 SXM'].memory / 1e9:.0f} GB, and take at least {prefill:.1f} s to read and "
-        f"{1e3 * step:.1f} ms a token. It is the same attention, tiled: one layer's scores would be "
+        f"{held / 1e9:.0f} of the {gpu.memory / 1e9:.0f} GB of an {gpu.name}, where they take at least {prefill:.1f} s "
+        f"to read and {1e3 * step:.1f} ms a token. It is the same attention, tiled: one layer's scores would be "
         f"{scores / 1e9:.0f} GB. How well a model uses so long a text is another question, which arithmetic does not "
         "answer.",
     )

@@ -189,7 +189,8 @@ def same_output(figures: Figures) -> Finding:
     )
     told = "; ".join(
         f"in {dtype} the first {found['same']} of {found['tokens']} tokens are the same (logits in a pass of 4 tokens "
-        f"differ by up to {found['difference']:.1g}; the two best are at least {found['margin']:.1g} apart)"
+        f"differ by up to {found['difference']:.1g}; the two best are "
+        + (f"at least {found['margin']:.1g} apart)" if found["margin"] else "equal at some token)")
         for dtype, found in greedy.items()
     )
     return Finding(

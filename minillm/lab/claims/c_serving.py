@@ -108,6 +108,11 @@ def chunked_prefill(figures: Figures) -> Finding:
     whole, chunks = figures["whole"], figures["chunks"]
     share = chunks["worst"] / whole["worst"]
     usual = chunks["worst"] / whole["median"]
+    times = {"the long prompt's TTFT": chunks["ttft"] / whole["ttft"], "the time in all": chunks["total"] / whole["total"]}
+
+    def told(least: float, below: float) -> list[str]:
+        return [f"{factor:.2f} times {name}" for name, factor in times.items() if least <= factor < below]
+
     return Finding(
         share,
         "of the worst gap between tokens without chunks",
@@ -115,8 +120,8 @@ def chunked_prefill(figures: Figures) -> Finding:
         f"A prompt of {figures['long']:,} tokens, in chunks of {figures['budget']} at most: the worst gap of the "
         f"others falls from {1e3 * whole['worst']:,.0f} to {1e3 * chunks['worst']:,.0f} ms, still {usual:.1f} times "
         "the usual gap. The condition: a budget so small that a step with a chunk takes little longer than one "
-        f"without. The price here: {chunks['ttft'] / whole['ttft']:.2f} times the long prompt's TTFT, "
-        f"{chunks['total'] / whole['total']:.2f} times the time in all.",
+        f"without. The price here: {', '.join(told(1, math.inf)) or 'none'}."
+        + (f" No price: {', '.join(told(0, 1))}." if told(0, 1) else ""),
     )
 
 

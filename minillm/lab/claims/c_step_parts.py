@@ -18,7 +18,7 @@ from minillm.generation import next_logits
 from minillm.kv_cache import ContiguousKV
 from minillm.lab.bench import alternate
 from minillm.lab.catalogue import MODELS
-from minillm.lab.claims.decide import decide
+from minillm.lab.claims.decide import borderline, decide
 from minillm.lab.claims.ledger import THIS_MACHINE, Figures, Finding, Ledger, Verdict
 from minillm.lab.claims.passes import MODEL, decode_step, greedy, model_of, timed
 from minillm.lab.claims.workbench import Workbench
@@ -120,7 +120,7 @@ def less_than_a_millisecond(figures: Figures) -> Finding:
         Verdict.HOLDS if not longer else Verdict.HOLDS_IF if held else Verdict.DOES_NOT_HOLD,
         "The condition: no long prompt to tokenize, and no sorting of the whole vocabulary. "
         + ", ".join(f"{name}: {1e3 * seconds:.3f} ms" for name, seconds in parts.items())
-        + f"; a decode step takes {1e3 * figures['decode step']:.1f} ms. Beside a step of few milliseconds one of "
+        + f"; a decode step takes {1e3 * figures['decode step']:.1f} ms. Beside a step of a few milliseconds one of "
         "sampling is not little.",
     )
 
@@ -169,7 +169,10 @@ def paging_one_text(figures: Figures) -> Finding:
         + ", ".join(f"{factor:.2f} times on {length:,} tokens" for length, factor in factors.items())
         + f". By bytes {empty / read:.2%} is added on {longest:,} tokens. The condition: a kernel that follows the "
         "table; without one, more and smaller calls in each layer are the price. What blocks give back is memory, "
-        "which is worth something only when somebody waits for it.",
+        "which is worth something only when somebody waits for it."
+        + borderline({f"{length:,} tokens": factor for length, factor in factors.items()}, 1 + little)
+        + borderline({"the dearest": dearest}, 1 + bearable)
+        + borderline({"the cheapest": cheapest}, 1 - little),
     )
 
 
@@ -225,5 +228,6 @@ def fused_projections(figures: Figures) -> Finding:
         f"q, k and v in one product, gate and up in another: {few} products a step and not {many}. By rows, apart "
         f"they take {ratios} times as long. The condition: few rows, where the products are short beside what starts "
         "them; the bytes of the weights stay the same. A CPU's call is no GPU's launch: there as many launches are "
-        "saved, worth most where a step is short.",
+        "saved, worth most where a step is short."
+        + borderline({f"rows: {rows}": apart / fused for rows, fused, apart in figures["products"]}, 1 + seen),
     )

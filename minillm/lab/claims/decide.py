@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from minillm.lab.claims.ledger import Verdict
 
 
@@ -15,3 +17,9 @@ def decide(right: bool, always: bool = True) -> Verdict:
     if not right:
         return Verdict.DOES_NOT_HOLD
     return Verdict.HOLDS if always else Verdict.HOLDS_IF
+
+
+def borderline(figures: Mapping[str, float], threshold: float, within: float = 0.1) -> str:
+    """A sentence that names the figures near the threshold that decides, where another run may decide otherwise."""
+    near = [f"{name} ({figure:.2f})" for name, figure in figures.items() if close(figure, threshold, within)]
+    return f" Borderline, within {within:.0%} of the threshold of {threshold:g}: {', '.join(near)}." if near else ""

@@ -25,7 +25,8 @@ from minillm.lab.serving import cut
 from minillm.model import Transformer
 from minillm.sampling import SamplingParams
 
-MODEL = MODELS["SmolLM2-135M"]  # the workbench's
+NAME = "SmolLM2-135M"  # the workbench's model
+MODEL = MODELS[NAME]
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -82,6 +83,10 @@ def phases(bench: Workbench) -> Figures:
         "flops": mean(limits.flops for limits in (before, after)),
         "bandwidth": mean(limits.bandwidth for limits in (before, after)),
     }
+
+
+def told_limits(figures: Figures) -> str:
+    return f"{figures['flops'] / 1e9:,.0f} GFLOP/s and {figures['bandwidth'] / 1e9:.0f} GB/s"
 
 
 def shares(figures: Figures, new: int, past: int, seconds: float) -> tuple[float, float]:

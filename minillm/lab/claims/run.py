@@ -30,7 +30,7 @@ from minillm.lab.claims import (
     c_serving,
     c_step_parts,
 )
-from minillm.lab.claims.ledger import Claim, Figures, Finding
+from minillm.lab.claims.ledger import SOURCES, Claim, Figures, Finding
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.stored import read_stored
 
@@ -122,7 +122,13 @@ def as_json(rows: Sequence[Row], described: Mapping[str, object], quick: bool) -
         }
         for row in rows
     ]
-    return {"machine": dict(described), "date": machine.today(), "quick": quick, "claims": claims}
+    return {
+        "machine": dict(described),
+        "date": machine.today(),
+        "quick": quick,
+        "source_titles": dict(SOURCES),
+        "claims": claims,
+    }
 
 
 def number(finding: Finding) -> str:
@@ -134,7 +140,8 @@ def number(finding: Finding) -> str:
 
 
 def report(rows: Sequence[Row], width: int = 110) -> str:
-    return "\n\n".join([*(paragraph(row, width) for row in rows), summary(rows)])
+    key = "\n".join(["Sources:", *(f"    {source}  {title}" for source, title in SOURCES.items())])
+    return "\n\n".join([*(paragraph(row, width) for row in rows), summary(rows), key])
 
 
 def paragraph(row: Row, width: int) -> str:
