@@ -173,10 +173,12 @@ def claims(options: argparse.Namespace) -> None:
 def advise(options: argparse.Namespace) -> None:
     from minillm.lab import report
     from minillm.lab.advice import guide
-    from minillm.lab.advice.demand import Demand, find_hardware, find_model
+    from minillm.lab.advice.demand import Demand, check_hardware, find_hardware, find_model
     from minillm.lab.advice.deployment import deploy
     from minillm.lab.machine import busy, busy_warning
 
+    if options.json == "":
+        raise ValueError("--json needs the name of a file")
     report.require_folder(options.json)
     demand = Demand(
         prompt=options.prompt,
@@ -191,10 +193,11 @@ def advise(options: argparse.Namespace) -> None:
         acceptance=options.acceptance,
         draft_cost=options.draft_cost,
     )
+    memory = None if options.memory_gb is None else options.memory_gb * 1e9
     find_model(options.model, demand)  # a mistake should not wait for the measurement
+    check_hardware(memory, options.efficiency)
     if options.gpu is None:
         warn(busy_warning(busy()))
-    memory = None if options.memory_gb is None else options.memory_gb * 1e9
     hardware = find_hardware(options.gpu, memory, options.efficiency)
     found = guide.advise(deploy(options.model, hardware, demand, options.bits))
     print(guide.report(found))

@@ -50,10 +50,15 @@ def busy_warning(share: float) -> str | None:
 
 def one_line(machine: dict[str, object]) -> str:
     gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+    parts = f"{counted(machine['cores'], 'core')}, {counted(machine['threads'], 'thread')}"
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, {machine['memory_gb']} GB{gpu}; "
+        f"{machine['cpu']}, {parts}, {machine['memory_gb']} GB{gpu}; "
         f"{machine['os']}, Python {machine['python']}, torch {machine['torch']}"
     )
+
+
+def counted(n: object, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def cpu_name() -> str:

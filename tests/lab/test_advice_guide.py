@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 
 import pytest
@@ -65,10 +66,27 @@ def test_the_chosen_batch_and_missed_goals_are_marked(guide):
         (Demand(concurrency=4, ttft=1e-4), "No batch meets the goals: one text alone has TTFT 7."),
         (Demand(rate=1000), "Batch: 762. It serves 91.7 of 1000 requests a second: 11 such machines."),
         (Demand(rate=1), "Batch: 1."),
+        (Demand(rate=1e300), "It serves 91.7 of 1e+300 requests a second: 1.09e+298 such machines."),
+        (Demand(concurrency=10**9), "For all 1,000,000,000: 1,312,336 such machines."),
     ],
 )
 def test_the_choice_says_what_limits_it(demand, words):
     assert words in flat(report(advise(deploy("Llama-3.1-8B", find_hardware("H100 SXM"), demand))))
+
+
+@pytest.mark.parametrize("demand", [Demand(rate=200, tpot=1e-3), Demand(concurrency=2000, tpot=1e-3)])
+def test_machines_are_not_counted_where_no_batch_meets_the_goals(demand):
+    text = flat(report(advise(deploy("Llama-3.1-8B", find_hardware("H100 SXM"), demand))))
+    assert "So no number of such machines meets the goals." in text
+    assert not any(f"{n} such machines" in text for n in range(10))
+    assert ("It serves 91.7 of 200 requests a second." in text) == (demand.rate is not None)
+
+
+def test_huge_numbers_are_written_short(capsys):
+    options = "--gpu T4 --rate 1e300 --tpot-ms 1e308 --draft-cost 1e308 --memory-gb 1e6"
+    assert run(*options.split()) == 0
+    out, _ = capsys.readouterr()
+    assert "goals: TPOT 1e+305 s" in flat(out) and not re.search(r"\d[\d,]{13}", out)
 
 
 def test_an_efficiency_is_shown():
@@ -149,14 +167,23 @@ def test_a_rate_takes_the_place_of_requests_at_a_time(capsys):
         ("--prompt 0", "prompt must be a whole number of at least 1, not 0"),
         ("--output 1", "an output of one token has no TPOT"),
         ("--gpu T4 --model Llama-2-7B --memory-gb 13", "does not fit: one request needs 13.8 GB, and T4 has 13.0"),
-        ("--gpu T4 --memory-gb -3", "the memory must be above 0 GB, not -3"),
-        ("--gpu T4 --efficiency nan", "an efficiency is above 0 and at most 1, not nan"),
+        ("--gpu T4 --memory-gb -3", "the memory must be above 0 GB and at most 1,000,000, not -3"),
+        ("--gpu T4 --efficiency nan", "an efficiency is from 0.001 to 1, not nan"),
         ("--gpu T4 --bits 3", "a weight has 4, 8, 16 bits here, not 3"),
         ("--concurrency 0", "concurrency must be a whole number of at least 1, not 0"),
-        ("--rate inf", "rate must be a number above 0, not inf"),
-        ("--ttft-ms 0", "ttft must be a number above 0"),
+        ("--gpu T4 --efficiency 1e-320", "an efficiency is from 0.001 to 1, not "),
+        ("--gpu T4 --memory-gb 1e290", "the memory must be above 0 GB and at most 1,000,000, not 1e+290"),
+        ("--efficiency 0", "an efficiency is from 0.001 to 1, not 0"),
+        ("--memory-gb 0", "the memory must be above 0 GB"),
+        ("--rate inf", "rate must be a finite number above 0, not inf"),
+        ("--ttft-ms 0", "ttft-ms must be a finite number above 0, not 0"),
+        ("--ttft-ms -5", "ttft-ms must be a finite number above 0, not -5"),
+        ("--tpot-ms inf", "tpot-ms must be a finite number above 0, not inf"),
+        ("--spread 1000", "spread must be from 0 to 5, not 1000"),
+        ("--draft-cost -1", "draft-cost must be a finite number of at least 0, not -1"),
+        ("--json=", "--json needs the name of a file"),
         ("--shared 513", "from 0 to all 512 tokens of the prompt can be shared, not 513"),
-        ("--acceptance 2", "an acceptance is from 0 to 1, not 2.0"),
+        ("--acceptance 2", "an acceptance is from 0 to 1, not 2"),
         ("--gpu T4 --json /nowhere/advice.json", "/nowhere/advice.json cannot be written"),
     ],
 )

@@ -35,6 +35,8 @@ def compared(rule: str, gpu="H100 SXM", **demand) -> Comparison:
         ("speculation", {"concurrency": 16}, "leave", None),  # the acceptance is not known
         ("memory", {"concurrency": 4}, "leave", False),
         ("memory", {"concurrency": 200, "gpu": "L4"}, "use", True),
+        ("memory", {"concurrency": 2000}, "use", True),
+        ("memory", {"concurrency": 2000, "tpot": 0.05}, "leave", False),  # 762 fit, and the goals allow 569
         ("memory", {"concurrency": 512, "prompt": 16, "output": 16, "gpu": "A100 80GB SXM"}, "leave", True),
         ("int4", {"concurrency": 1}, "leave", False),
         ("int4", {"concurrency": 16}, "use", True),

@@ -131,6 +131,14 @@ def test_memory_is_short_when_not_all_fit():
     assert not goals(concurrency=99).short and goals(concurrency=100).short
 
 
+def test_memory_is_not_short_where_the_goals_end_the_batch_first(llama):
+    tpot = llama.estimate(40).tpot
+    assert goals(tpot=tpot, concurrency=1000).batch == 40
+    assert not goals(tpot=tpot, concurrency=1000).short and not goals(tpot=tpot, rate=1e6).short
+    assert goals(tpot=1.0, concurrency=1000).short  # the goal allows more than fit
+    assert goals(tpot=1e-6, concurrency=1000).short  # a goal that nothing meets ends no batch
+
+
 @pytest.mark.parametrize(
     ("border", "limit", "found"), [(0, 9, 0), (1, 9, 1), (5, 9, 5), (9, 9, 9), (50, 9, 9), (3, 0, 0)]
 )
@@ -181,16 +189,22 @@ def test_what_holds_for_every_deployment(d, batch):
         ({"concurrency": True}, "concurrency must be"),
         ({"concurrency": None}, "either the requests at a time or those that arrive"),
         ({"rate": 2.0}, "either the requests at a time or those that arrive"),
-        ({"rate": math.nan, "concurrency": None}, "rate must be a number above 0, not nan"),
-        ({"ttft": 0.0}, "ttft must be"),
-        ({"tpot": -1.0}, "tpot must be"),
-        ({"tpot": math.inf}, "tpot must be"),
+        ({"rate": math.nan, "concurrency": None}, "rate must be a finite number above 0, not nan"),
+        ({"ttft": 0.0}, "ttft-ms must be a finite number above 0, not 0$"),
+        ({"tpot": -1.0}, "tpot-ms must be a finite number above 0, not -1000$"),
+        ({"tpot": math.inf}, "tpot-ms must be a finite number above 0, not inf"),
         ({"shared": 1025}, "from 0 to all 1024 tokens of the prompt can be shared, not 1025"),
         ({"shared": -1}, "can be shared"),
-        ({"spread": -0.1}, "spread must be 0 or more"),
-        ({"draft_cost": math.nan}, "draft_cost must be 0 or more"),
+        ({"spread": -0.1}, "spread must be from 0 to 5, not -0.1"),
+        ({"spread": 5.1}, "spread must be from 0 to 5, not 5.1"),
+        ({"spread": math.nan}, "spread must be from 0 to 5, not nan"),
+        ({"draft_cost": math.nan}, "draft-cost must be a finite number of at least 0, not nan"),
+        *(
+            ({name: 10**400}, f"{name} must be a whole number of at most 1,000,000,000$")
+            for name in ("prompt", "output", "concurrency", "shared", "reserve")
+        ),
         ({"acceptance": 1.01}, "an acceptance is from 0 to 1, not 1.01"),
-        ({"acceptance": math.nan}, "an acceptance is from 0 to 1"),
+        ({"acceptance": math.nan}, "an acceptance is from 0 to 1, not nan"),
         ({"reserve": 1280}, "reserves from 1281 to 4096 tokens, not 1280"),
         ({"reserve": 5000}, "reserves from 1281 to 4096 tokens, not 5000"),
     ],
@@ -200,15 +214,15 @@ def test_a_wrong_demand_gets_a_sentence(wrong, words):
         find_model("Llama-2-7B", replace(PAIR, **wrong))
 
 
-@pytest.mark.parametrize("memory", [0, -1.0, math.nan, math.inf])
-def test_a_memory_is_above_zero(memory):
-    with pytest.raises(ValueError, match="the memory must be above 0 GB"):
+@pytest.mark.parametrize("memory", [0, -1.0, math.nan, math.inf, 1e290])
+def test_a_memory_is_above_zero_and_one_that_exists(memory):
+    with pytest.raises(ValueError, match=r"the memory must be above 0 GB and at most 1,000,000, not .{1,10}$"):
         find_hardware("T4", memory)
 
 
-@pytest.mark.parametrize("efficiency", [0, 1.1, -1, math.nan])
+@pytest.mark.parametrize("efficiency", [0, 1e-320, 0.0009, 1.1, -1, math.nan, math.inf])
 def test_an_efficiency_is_a_share(efficiency):
-    with pytest.raises(ValueError, match="an efficiency is above 0 and at most 1"):
+    with pytest.raises(ValueError, match=r"an efficiency is from 0\.001 to 1, not "):
         find_hardware("T4", efficiency=efficiency)
 
 

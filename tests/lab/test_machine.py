@@ -47,6 +47,12 @@ def test_one_line_names_everything(gpu, shown):
     assert line == f"Chip, 4 cores, 2 threads, {shown} x, Python 3.11, torch 2.13"
 
 
+def test_one_thread_is_not_threads():
+    line = one_line({"cpu": "Chip", "cores": 1, "threads": 1, "memory_gb": 1, "gpu": None, "os": "", "python": "",
+                     "torch": ""})  # fmt: skip
+    assert line.startswith("Chip, 1 core, 1 thread, 1 GB;")
+
+
 def test_busy_is_a_share_of_all_cores(monkeypatch):
     monkeypatch.setattr(machine.psutil, "cpu_percent", lambda interval: 100 * interval)
     assert busy(0.5) == 0.5

@@ -70,7 +70,9 @@ def test_paging_by_hand():
         return batch * 257 / (batch * llama().prefill + 256 * step_by_hand(batch))
 
     assert found.gain == pytest.approx(rate(64) / rate(30))
-    assert "99 texts fit in blocks (1,280 slots each), 30 if each reserves 4,096; 64 texts run" in found.reason
+    assert "99 texts fit in blocks (1,280 slots each), 30 if each reserves 4,096 (the whole context; " in found.reason
+    assert "--reserve N for less); 64 texts run" in found.reason
+    assert "each reserves 2,048; 16 texts run" in techniques.paging(llama(reserve=2048)).reason
 
 
 @pytest.mark.parametrize("few", [{"concurrency": 30}, {"concurrency": 64, "reserve": 1281}, {"rate": 0.1}])
@@ -132,13 +134,37 @@ def test_continuous_batching_brings_nothing_to_one_text_or_to_equal_lengths(alik
 
 
 def test_no_output_is_longer_than_the_context_allows():
-    assert techniques.longest_of(llama(1024, 1536, concurrency=99, spread=2.0)) <= 2 / 0.4
-    full = llama(1024, 1024, concurrency=16, spread=0.8)
-    # The mean of a length that is cut at 3 times the mean: the area above its distribution, up to there.
-    places = [3 * (i + 0.5) / 20000 for i in range(20000)]
-    shares = [NormalDist().cdf(math.log(x) / 0.8 + 0.4) for x in places]
-    longest, one = (sum(1 - share**n for share in shares) for n in (16, 1))
-    assert techniques.longest_of(full) == pytest.approx(longest / one, rel=0.002)
+    """3,072 tokens are left, 1.5 times the mean. The mean of what is cut: the area above its distribution, up to there.
+
+    The distribution is scaled until that mean is 1 again.
+    """
+    places = [1.5 * (i + 0.5) / 4000 for i in range(4000)]
+
+    def mean(n, scale):
+        return 1.5 * sum(1 - NormalDist().cdf(math.log(x / scale) / 0.8) ** n for x in places) / 4000
+
+    low, high = 0.1, 100.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(1, middle) < 1 else (low, middle)
+    found = techniques.longest_of(llama(1024, 2048, concurrency=16, spread=0.8))
+    assert found == pytest.approx(mean(16, high), rel=0.002) and found < 1.5
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.8, 5.0])
+@pytest.mark.parametrize("output", [2048, 3000, 3071, 3072])
+def test_the_longest_output_fits_into_the_context(output, spread):
+    d = llama(1024, output, concurrency=99, spread=spread)
+    assert output * (1 - 1e-9) <= output * techniques.longest_of(d) <= 3072 * (1 + 1e-9)
+    assert "of at most 3,072" in techniques.continuous_batching(d).reason
+    one = llama(1024, output, concurrency=1, spread=spread)
+    assert techniques.longest_of(one) == pytest.approx(1)  # the mean is the one that was asked for
+
+
+def test_the_longest_of_very_many_is_the_longest_that_the_context_allows():
+    d = llama(64, 16)
+    d.__dict__["batch"] = 10**40  # as if it fitted
+    assert 16 * techniques.longest_of(d) == pytest.approx(4032)
 
 
 def mixed_by_hand(batch, tokens, past):
@@ -257,6 +283,27 @@ def test_a_cache_of_8_bits_by_hand():
     assert "198 texts fit and not 99" in found.reason
 
 
+def test_less_cache_is_judged_at_the_chosen_batch():
+    """The goal ends the batch; smaller caches would allow a larger one."""
+    d = llama(concurrency=500, tpot=0.014)
+    small = replace(d, kv_bits=8)
+    assert d.batch < small.batch < d.fits
+    ratio = step_by_hand(d.batch) / step_by_hand(d.batch, kv=KV / 2)
+    found = techniques.small_cache(d)
+    assert found.gain == pytest.approx(ratio) and f"a step of {d.batch} texts takes" in found.reason
+    grouped = techniques.grouped_heads(d)
+    assert grouped.gain == pytest.approx(step_by_hand(d.batch) / step_by_hand(d.batch, kv=KV / 4), rel=1e-3)
+    assert f"a step of {d.batch} texts takes" in grouped.reason
+
+
+def test_where_a_goal_and_not_memory_ends_the_batch_the_chosen_one_is_judged():
+    """95 run of 99 that fit; smaller caches would let more than 99 run."""
+    d = llama(concurrency=500, tpot=llama().estimate(95).tpot)
+    assert d.batch == 95 and replace(d, kv_bits=8).batch > d.fits == 99
+    found = techniques.small_cache(d)
+    assert found.gain == pytest.approx(step_by_hand(95) / step_by_hand(95, kv=KV / 2)) and found.what == "decode speed"
+
+
 @pytest.mark.parametrize(("bits", "layer_bytes"), [(4, 4.5 / 8), (8, 8.25 / 8)])
 def test_fewer_bits_for_speed_by_hand(bits, layer_bytes):
     found = techniques.faster_weights(bits)(llama(concurrency=4))
@@ -283,6 +330,42 @@ def test_fewer_bits_for_memory_by_hand():
     assert found.gain == pytest.approx(29 / 15) and found.verdict is Verdict.PAYS
     assert techniques.smaller_weights(4)(llama(gpu="L4", concurrency=20)).gain == pytest.approx(20 / 15)
     assert techniques.smaller_weights(4)(llama(gpu="L4", concurrency=15)).verdict is Verdict.NO_DIFFERENCE
+
+
+def test_fewer_bits_free_no_memory_that_counts_where_the_goals_end_the_batch():
+    d = llama(512, 128, "H100 SXM", 500, tpot=0.008)
+    assert d.batch == 28 and d.fits == 198
+    for bits in (4, 8):
+        found = techniques.smaller_weights(bits)(d)
+        assert (found.verdict, found.gain) == (Verdict.NO_DIFFERENCE, 1.0)
+        assert "the goals allow a batch of 28, and 198 fit" in found.reason
+
+
+def test_what_runs_with_fewer_bits_is_counted_within_the_goals():
+    """15 fit in 16 bits and are within the goal; 29 fit in 4 bits, and the goal ends the batch before."""
+    plain = llama(gpu="L4", concurrency=100)
+    four = techniques.with_weights(plain, 4)
+    tpot = max(plain.estimate(15).tpot, four.estimate(18).tpot)
+    d = llama(gpu="L4", concurrency=100, tpot=tpot)
+    runs = techniques.with_weights(d, 4).batch
+    assert d.batch == 15 and 18 <= runs < 29
+    found = techniques.smaller_weights(4)(d)
+    assert found.gain == pytest.approx(runs / 15) and f"{runs} run and not 15" in found.reason
+
+
+def test_goals_that_nothing_meets_do_not_count_against_fewer_bits():
+    """One text meets the goal in 4 bits, none in 16: there 15 run all the same."""
+    tpot = techniques.with_weights(llama(gpu="L4"), 4).estimate(1).tpot
+    found = techniques.smaller_weights(4)(llama(gpu="L4", concurrency=100, tpot=tpot))
+    assert found.gain == pytest.approx(29 / 15)
+
+
+def test_for_a_rate_fewer_bits_count_by_what_they_carry():
+    """A batch that is faster may be smaller and carry more."""
+    plain = llama(gpu="L4")
+    rate = plain.estimate(15).requests_per_s * 1.2
+    found = techniques.smaller_weights(4)(llama(gpu="L4", rate=rate))
+    assert found.gain == pytest.approx(1.2) and found.what == "tokens/s"
 
 
 def test_fewer_bits_pay_without_a_number_where_nothing_fits_in_16():
@@ -324,4 +407,5 @@ def at(d: Deployment, batch: int) -> Deployment:
 
 def test_numbers_are_written_for_a_reader():
     assert [number(x) for x in (0.01234, 12.345, 999.4, 12345.6)] == ["0.0123", "12.3", "999", "12,346"]
+    assert [number(x) for x in (999_999_999, 1e9, -1e300)] == ["999,999,999", "1e+09", "-1e+300"]
     assert [duration(x) for x in (0.0123, 0.9, 1.0, 4321.0)] == ["12.3 ms", "900 ms", "1 s", "4,321 s"]

@@ -19,6 +19,11 @@ from minillm.config import ModelConfig
 from minillm.lab.catalogue import GPUS, MODELS
 from minillm.lab.roofline import Limits, gpu_limits, this_machine
 
+MOST = 10**9  # of anything that is counted
+MOST_SPREAD = 5
+LEAST_EFFICIENCY = 0.001
+MOST_MEMORY = 10**15  # bytes
+
 
 @dataclass(frozen=True)
 class Demand:
@@ -42,6 +47,10 @@ class Demand:
     draft_cost: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "output", "concurrency", "shared", "reserve"):
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > MOST:
+                raise ValueError(f"{name} must be a whole number of at most {MOST:,}")
         require_counts(prompt=self.prompt, output=self.output)
         if self.output < 2:
             raise ValueError("an output of one token has no TPOT: give at least two")
@@ -49,17 +58,21 @@ class Demand:
             raise ValueError("give either the requests at a time or those that arrive a second")
         if self.concurrency is not None:
             require_counts(concurrency=self.concurrency)
-        for name in ("rate", "ttft", "tpot"):
-            value = getattr(self, name)
+        for option, value in (("rate", self.rate), ("ttft-ms", in_ms(self.ttft)), ("tpot-ms", in_ms(self.tpot))):
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a number above 0, not {value}")
-        for name in ("spread", "draft_cost"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+                raise ValueError(f"{option} must be a finite number above 0, not {value:g}")
+        if not 0 <= self.spread <= MOST_SPREAD:
+            raise ValueError(f"spread must be from 0 to {MOST_SPREAD}, not {self.spread:g}")
+        if not 0 <= self.draft_cost < math.inf:
+            raise ValueError(f"draft-cost must be a finite number of at least 0, not {self.draft_cost:g}")
         if isinstance(self.shared, bool) or not isinstance(self.shared, int) or not 0 <= self.shared <= self.prompt:
             raise ValueError(f"from 0 to all {self.prompt} tokens of the prompt can be shared, not {self.shared}")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
-            raise ValueError(f"an acceptance is from 0 to 1, not {self.acceptance}")
+            raise ValueError(f"an acceptance is from 0 to 1, not {self.acceptance:g}")
+
+
+def in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
 @dataclass(frozen=True)
@@ -76,15 +89,20 @@ class Hardware:
     efficiency: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"an efficiency is above 0 and at most 1, not {self.efficiency}")
-        if not 0 < self.memory < math.inf:
-            raise ValueError(f"the memory must be above 0 GB, not {self.memory / 1e9:g}")
+        check_hardware(self.memory, self.efficiency)
 
     @property
     def reached(self) -> Limits:
         share = self.efficiency
         return Limits(self.limits.name, share * self.limits.flops, share * self.limits.bandwidth)
+
+
+def check_hardware(memory: float | None, efficiency: float) -> None:
+    if not LEAST_EFFICIENCY <= efficiency <= 1:
+        raise ValueError(f"an efficiency is from {LEAST_EFFICIENCY} to 1, not {efficiency:g}")
+    if memory is not None and not 0 < memory <= MOST_MEMORY:
+        most = f"{MOST_MEMORY / 1e9:,.0f}"
+        raise ValueError(f"the memory must be above 0 GB and at most {most}, not {memory / 1e9:g}")
 
 
 def find_hardware(gpu: str | None = None, memory: float | None = None, efficiency: float = 1.0) -> Hardware:

@@ -174,7 +174,9 @@ class Deployment:
 
     @property
     def short(self) -> bool:
-        """Whether memory keeps out some that should run."""
+        """Whether memory keeps out some that should run. It does not where the goals end the batch first."""
+        if self.most < self.fits:
+            return False
         if self.demand.concurrency is not None:
             return self.demand.concurrency > self.fits
         return self.fits == 0 or self.estimate(self.fits).requests_per_s < self.demand.rate

@@ -108,18 +108,18 @@ def choice(d: Deployment) -> str:
     if not d.within_goals:
         least = d.estimate(1)
         said += (
-            f" No batch meets the goals: one text alone has TTFT {duration(least.ttft)}, TPOT {duration(least.tpot)}."
+            f" No batch meets the goals: one text alone has TTFT {duration(least.ttft)}, TPOT {duration(least.tpot)}. "
+            "So no number of such machines meets the goals."
         )
     elif d.within_goals < d.fits:
         said += f" The goals allow {d.within_goals:,}."
-    if demand.concurrency is not None and d.batch < demand.concurrency:
+    if demand.concurrency is not None and d.batch < demand.concurrency and d.within_goals:
         machines = -(-demand.concurrency // d.batch)
-        said += f" For all {demand.concurrency:,}: {machines} such machines."
+        said += f" For all {demand.concurrency:,}: {machines:,} such machines."
     if demand.rate is not None and at.requests_per_s < demand.rate:
-        machines = math.ceil(demand.rate / at.requests_per_s)
-        said += (
-            f" It serves {number(at.requests_per_s)} of {demand.rate:g} requests a second: {machines} such machines."
-        )
+        machines = number(math.ceil(demand.rate / at.requests_per_s))
+        enough = f": {machines} such machines" if d.within_goals else ""
+        said += f" It serves {number(at.requests_per_s)} of {demand.rate:g} requests a second{enough}."
     return said
 
 

@@ -45,9 +45,10 @@ def kv_cache(d: Deployment) -> Advice:
 def paging(d: Deployment) -> Advice:
     """Against one piece for each request, as large as it may become, in which nothing can be shared."""
     pieces = replace(d, paged=False)
+    whole = " (the whole context; --reserve N for less)" if d.demand.reserve is None else ""
     reason = (
-        f"{texts(d.fits)} fit in blocks ({d.slots:,} slots each), {pieces.fits:,} if each reserves {pieces.slots:,}; "
-        f"{texts(d.batch)} run."
+        f"{texts(d.fits)} fit in blocks ({d.slots:,} slots each), {pieces.fits:,} if each reserves {pieces.slots:,}"
+        f"{whole}; {texts(d.batch)} run."
     )
     return advice("paging", carried(d, pieces), "tokens/s", reason)
 
@@ -68,19 +69,19 @@ def prefix_sharing(d: Deployment) -> Advice:
 
 def grouped_heads(d: Deployment) -> Advice:
     """What the model has against a KV head for each query head; of a model without groups, what four would bring."""
-    config = d.config
+    config, chosen = d.config, d.batch
     if config.group_size > 1:
         other = replace(d, config=same_weights(config, config.n_heads))
-        (gain, what), fits = better(d, other), f"{d.fits:,} texts fit and not {other.fits:,}"
+        (gain, what), fits = better(d, other, chosen), f"{d.fits:,} texts fit and not {other.fits:,}"
         has = f"The model has {config.n_kv_heads} KV heads for {config.n_heads} query heads"
     elif config.n_heads % 4:
         return advice("GQA", 1.0, "decode speed", f"{config.n_heads} heads cannot be shared by four.")
     else:
         other = d
         d = replace(d, config=same_weights(config, config.n_heads // 4))
-        (gain, what), fits = better(d, other), f"{d.fits:,} texts would fit and not {other.fits:,}"
+        (gain, what), fits = better(d, other, chosen), f"{d.fits:,} texts would fit and not {other.fits:,}"
         has = f"The model has none, and would have to be trained so; with {d.config.n_kv_heads} KV heads"
-    return advice("GQA", gain, what, f"{has}: {steps(d, other)}; {fits}.")
+    return advice("GQA", gain, what, f"{has}: {steps(d, other, chosen)}; {fits}.")
 
 
 def same_weights(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
@@ -92,37 +93,53 @@ def same_weights(config: ModelConfig, n_kv_heads: int) -> ModelConfig:
 def small_cache(d: Deployment) -> Advice:
     """Keys and values in 8 bits, without scales. What it costs in quality is to be measured."""
     small = replace(d, kv_bits=8)
-    reason = f"In {d.kv_bits} and 8 bits, {steps(small, d)}; {small.fits:,} texts fit and not {d.fits:,}."
-    return advice("8-bit KV cache", *better(small, d), reason)
+    reason = f"In {d.kv_bits} and 8 bits, {steps(small, d, d.batch)}; {small.fits:,} texts fit and not {d.fits:,}."
+    return advice("8-bit KV cache", *better(small, d, d.batch), reason)
 
 
 # --- batching ---
 
 
 def continuous_batching(d: Deployment) -> Advice:
-    """Against batches that end with their longest text. Lengths are log-normal."""
+    """Against batches that end with their longest text. Lengths are log-normal, as far as the context allows."""
     longest = longest_of(d)
     ended = d.demand.output * longest
     turn = d.batch / d.estimate(d.batch).requests_per_s
     static = turn + (ended - d.demand.output) * d.step(d.batch)
     reason = (
-        f"Of {texts(d.batch)} the longest output is {longest:.2f} times the mean ({ended:,.0f} tokens; log-normal, "
-        f"sigma {d.demand.spread:g}), and a static batch takes as many steps."
+        f"Of {texts(d.batch)} the longest output is {longest:.2f} times the mean ({ended:,.0f} tokens of at "
+        f"most {room(d):,}; log-normal, sigma {d.demand.spread:g}), and a static batch takes as many steps."
     )
     return advice("continuous batching", static / turn, "tokens/s", reason)
 
 
+def room(d: Deployment) -> int:
+    """Tokens of the longest output that the context allows."""
+    return d.config.max_context - d.demand.prompt
+
+
 def longest_of(d: Deployment) -> float:
-    """The expected length of the longest of the batch's outputs over that of one, cut where the context ends."""
-    demand = d.demand
-    cut = (d.config.max_context - demand.prompt) / demand.output
-    places = [(i + 0.5) / QUANTILES for i in range(QUANTILES)]
+    """The expected length of the longest of the batch's outputs over the mean.
 
-    def mean_of_largest(n: int) -> float:
-        scores = (NormalDist().inv_cdf(place ** (1 / n)) for place in places)
-        return fmean(min(cut, math.exp(demand.spread * score - demand.spread**2 / 2)) for score in scores)
+    Every length is cut where the context ends. The lengths are scaled so that those that are cut have the mean asked.
+    """
+    cut = room(d) / d.demand.output
+    one = logarithms(1, d.demand.spread)
 
-    return mean_of_largest(d.batch) / mean_of_largest(1)
+    def mean(scale: float, logs: list[float]) -> float:
+        return fmean(min(cut, math.exp(scale + log)) for log in logs)
+
+    low, high = -max(one), math.log(cut) - min(one)  # the logarithm of the scale: all at most 1, all cut
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(middle, one) < 1 else (low, middle)
+    return mean(high, logarithms(d.batch, d.demand.spread))
+
+
+def logarithms(n: int, spread: float) -> list[float]:
+    """Quantiles of the logarithm of the longest of n lengths: its share p is each length's share p^(1/n)."""
+    shares = (-math.expm1(math.log((i + 0.5) / QUANTILES) / n) for i in range(QUANTILES))  # 1 - p^(1/n)
+    return [-spread * NormalDist().inv_cdf(share) for share in shares]
 
 
 def chunked_prefill(d: Deployment) -> Advice:
@@ -230,20 +247,30 @@ def faster_weights(bits: int) -> Callable[[Deployment], Advice]:
 def smaller_weights(bits: int) -> Callable[[Deployment], Advice]:
     def technique(d: Deployment) -> Advice:
         small, plain = with_weights(d, bits), with_weights(d, d.hardware.bits)
-        name, what = f"{bits}-bit weights (memory)", "texts that run"
+        name, what = f"{bits}-bit weights (memory)", "texts that run" if d.demand.rate is None else "tokens/s"
         sizes = f"Weights of {gb(small.weights)} and not {gb(plain.weights)}"
         if not plain.fits:
             return advice(name, None, what, f"{sizes}: in {d.hardware.bits} bits not even one text fits.")
+        if plain.most < plain.fits:
+            goals = f"the goals allow a batch of {plain.most:,}, and {plain.fits:,} fit"
+            return advice(name, 1.0, what, f"{sizes}, but {goals}.")
         if not plain.short:
             return advice(name, 1.0, what, f"{sizes}, but all that run fit anyway ({plain.fits:,} texts would).")
-        gain = min(small.fits, d.demand.concurrency or small.fits) / plain.fits
-        return advice(name, gain, what, f"{sizes}: {small.fits:,} texts fit and not {plain.fits:,}.")
+        if not plain.within_goals:  # then the goals end no batch
+            small, plain = without_goals(small), without_goals(plain)
+        gain = small.batch / plain.batch if d.demand.rate is None else carried(small, plain)
+        fit = f"{small.fits:,} texts fit and not {plain.fits:,}; {small.batch:,} run and not {plain.batch:,}"
+        return advice(name, gain, what, f"{sizes}: {fit}.")
 
     return technique
 
 
 def with_weights(d: Deployment, bits: int) -> Deployment:
     return replace(d, weight_bits=bits)
+
+
+def without_goals(d: Deployment) -> Deployment:
+    return replace(d, demand=replace(d.demand, ttft=None, tpot=None))
 
 
 TECHNIQUES = (

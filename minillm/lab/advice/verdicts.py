@@ -49,16 +49,17 @@ def carried(d: Deployment, other: Deployment) -> float | None:
     return ours / theirs
 
 
-def better(d: Deployment, other: Deployment) -> tuple[float | None, str]:
-    """The gain, and in what: the time of a decode step, where both have room for the batch; else what each carries with
-    its own."""
-    if other.fits < d.batch:
+def better(d: Deployment, other: Deployment, chosen: int) -> tuple[float | None, str]:
+    """The gain, and in what: the time of a decode step of the chosen batch, where memory keeps nobody out of either;
+    else what each carries with its own."""
+    needed = d.batch if other.short else chosen
+    if other.fits < needed:
         return carried(d, other), "tokens/s"
-    return other.step(d.batch) / d.step(d.batch), "decode speed"
+    return other.step(chosen) / d.step(chosen), "decode speed"
 
 
-def steps(d: Deployment, other: Deployment) -> str:
-    batch = min(d.batch, other.fits) or d.batch
+def steps(d: Deployment, other: Deployment, chosen: int) -> str:
+    batch = min(chosen, other.fits) or chosen
     return f"a step of {texts(batch)} takes {duration(d.step(batch))} and not {duration(other.step(batch))}"
 
 
@@ -75,4 +76,4 @@ def gb(size: float) -> str:
 
 
 def number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
