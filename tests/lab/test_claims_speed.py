@@ -92,13 +92,18 @@ def budget(blocks: float, gpu: float) -> dict:
     return {"rates": rates, "texts a step": {"reserved": 2.0, "blocks": 5.0}, "gpu": {"a GPU": gpu}}
 
 
-def bits(four: float, cost: float) -> dict:
-    decode = {"float32": 0.03, "bfloat16": 0.03, "4 bits": four}
-    return {"decode": decode, "prefill": decode, "length": 256, "costs": [["awq", 64, cost]]}
+def bits(four: float, cost: float, half: float = 0.03) -> dict:
+    decode = {"float32": 0.03, "bfloat16": half, "4 bits": four}
+    costs = [["awq", 64, cost], ["rtn", 32, 0.0]]  # the second is the file's own grid
+    return {"decode": decode, "prefill": decode, "length": 256, "costs": costs}
 
 
 def by_batch(*gains: float) -> dict:
-    return {"rows": [[n, {"bfloat16": gain, "4 bits": 1.0}] for n, gain in zip((1, 16, 64), gains, strict=True)]}
+    return {
+        "rows": [
+            [n, {"float32": 1.3, "bfloat16": gain, "4 bits": 1.0}] for n, gain in zip((1, 16, 64), gains, strict=True)
+        ]
+    }
 
 
 def twins(gains=(0.01, 0.42), three=0.0, one=0.07, noise=0.01) -> dict:
@@ -148,7 +153,8 @@ BY_HAND = [
     ("C9", guesses(1, code=0, mathematics=0, of=2), UNTESTABLE),  # too few guesses
     ("C10", bits(0.012, cost=2.0), HOLDS),
     ("C10", bits(0.025, cost=2.0), HOLDS_IF),
-    ("C10", bits(0.012, cost=12.0), NOT),
+    ("C10", bits(0.012, cost=12.0), NOT),  # and the file's own grid does not save it
+    ("C10", bits(0.05, cost=2.0), HOLDS_IF),  # on an A100 alone
     ("C11", by_batch(2.1, 1.3, 1.0), NOT),
     ("C11", by_batch(1.2, 1.3, 1.4), NOT),
     ("C11", by_batch(0.8, 1.1, 1.5), HOLDS_IF),
@@ -171,6 +177,8 @@ BY_HAND = [
     ("C16", phases(((4, 1.0), (16, 1.1)), ((16, 1.0), (64, 1.0))) | {"four": [[2, 1.2]]}, NOT),
     ("C17", phases(), HOLDS_IF),
     ("C17", times(10), UNTESTABLE),
+    ("C17", times(0.6), UNTESTABLE),  # more than 60 %
+    ("C17", phases(prefill=((64, 0.22), (2048, 5.0))), UNTESTABLE),  # 52 %, but only 4 times the ridge
     ("C18", PARTS | {"sample, top-p": 6e-3}, HOLDS_IF),
     ("C18", PARTS, HOLDS),
     ("C18", dict.fromkeys(PARTS, 0.002), NOT),
@@ -199,6 +207,80 @@ def test_each_measured_row_has_figures_by_hand_for_more_than_one_verdict():
     for id in IDS:
         if id != "C15":
             assert len({verdict for row, _, verdict in BY_HAND if row == id}) > 1, id
+
+
+def test_a_line_is_slower_only_beyond_noise():
+    few = [line(3.0), line(0.96, 0.3, 1.1), line(0.94, 0.3, 1.1)]
+    finding = judge("C7", {"lines": few, "round": 1.2})
+    assert "1 of the 2 with less than half accepted were slower by more than the 5%" in finding.condition
+    assert "one run of 24 tokens of one text" in finding.condition
+    quick_only = {"drafter": "trained", "tokens": 3.0}
+    assert "0 of the 1" in judge("C7", {"lines": [line(3.0), line(0.96, 0.3, **quick_only)], "round": 1.2}).condition
+
+
+def test_what_is_near_the_threshold_is_called_borderline():
+    def steps(*blocks: float) -> dict:
+        return {"steps": [[64, 1.0, each] for each in blocks], "n": 24}
+
+    def products(apart: float) -> dict:
+        return {"products": [[1, 1.0, apart]], "launches": [60, 150], "step": 3.0}
+
+    near = [judge("C20", steps(1.09)), judge("C22", products(1.04)), judge("C1", phases(decode=((64, 0.064),)))]
+    assert all("Borderline, within 10% of the threshold of" in finding.condition for finding in near)
+    far = [judge("C20", steps(2.0)), judge("C22", products(1.28)), judge("C1", times(10))]
+    assert not any("Borderline" in finding.condition for finding in far)
+    assert "the threshold of 1.1: the dearest (1.09)" in near[0].condition
+
+
+def test_the_limits_of_the_machine_are_printed_where_shares_of_them_are():
+    for id in ("C1", "C17"):
+        assert "120 GFLOP/s and 20 GB/s" in judge(id, phases()).condition
+
+
+def test_fewer_accepted_guesses_are_called_fewer():
+    fewer, more = judge("C9", guesses(50, code=20, mathematics=20)), judge("C9", guesses(50, code=80, mathematics=50))
+    assert (fewer.figure, more.figure) == (pytest.approx(30), pytest.approx(30))
+    assert fewer.unit.startswith("percentage points fewer") and more.unit.startswith("percentage points more")
+    assert "100 to 100 guesses" in fewer.condition
+
+
+def test_the_figure_of_4_bits_is_the_one_that_decides():
+    assert judge("C10", bits(0.012, cost=2.0)).figure == pytest.approx(2.5)
+    dear = judge("C10", bits(0.012, cost=12.0, half=0.04))
+    assert dear.figure == 12 and "% more perplexity" in dear.unit
+    assert (
+        "slower than float32: a poor stand-in (ms a step: float32 30.0, bfloat16 40.0, 4 bits 12.0)" in dear.condition
+    )
+    assert "no faster than float32: a poor stand-in" in judge("C10", bits(0.012, cost=2.0)).condition
+    assert "stand-in" not in judge("C10", bits(0.008, cost=2.0, half=0.02)).condition
+
+
+def test_two_rows_on_4_bits_share_one_measurement(bench):
+    assert c_quantization.four_bits(bench)["decode"] == c_quantization.by_batch(bench)["rows"][0][1]
+
+
+def test_what_takes_less_time_is_not_called_a_price():
+    dearer = chunks(worst=0.6)
+    dearer["chunks"]["total"] = 6.6
+    assert "price here: 1.25 times the long prompt's TTFT, 1.10 times the time" in judge("C13", dearer).condition
+    cheaper = chunks(worst=0.6)
+    cheaper["chunks"]["total"] = 5.4
+    condition = judge("C13", cheaper).condition
+    assert "price here: 1.25 times the long prompt's TTFT. No price: 0.90 times the time in all." in condition
+
+
+def test_long_pasts_change_what_speculation_and_4_bits_gain():
+    weights, kv, past = 2 * 7.505e9, 131072, 2000  # of an 8B model: bytes of its matrices, of a token's keys and values
+    plain = (weights + 256 * (past + 2) * kv) / 2.039e12
+    check = 256 * 4 * (weights + 4 * 32 * 4096 * (past + 2.5)) / 312e12
+    assert gpu_round(256, past) == pytest.approx(max(check, plain) / plain, rel=5e-3)
+    gain = 1 + 0.7 + 0.49 + 0.343
+    condition = judge("C8", {"lines": [line(3.0), line(0.8, workload="prose")]}).condition
+    assert f"{gain / gpu_round(256, past):.2f} times on 2,000 tokens of past" in condition
+    assert gain / gpu_round(256) < 1 < gain / gpu_round(256, past)
+    read = (6.979e9 * 4.25 + 0.525e9 * 16) / 8
+    cache = 64 * (past + 2) * kv
+    assert c_quantization.gain_on_gpu(A100, 1, past, 64) == pytest.approx((weights + cache) / (read + cache), rel=2e-3)
 
 
 def test_the_shares_of_a_decode_step_are_its_bytes_and_flop_over_the_limits():

@@ -158,7 +158,8 @@ def long_contexts() -> Finding:
     held = weight_bytes(config) + tokens * kv_bytes_a_token(config)
     fits = config.max_context >= tokens and held <= gpu.memory
     prefill, step = (
-        step_work(config, *new, weight_bytes=2, kv_bytes=2).seconds(gpu_limits(gpu.name)) for new in ((tokens,), (1, tokens))
+        step_work(config, *new, weight_bytes=2, kv_bytes=2).seconds(gpu_limits(gpu.name))
+        for new in ((tokens,), (1, tokens))
     )
     scores = 2 * tokens**2 * config.n_heads
     return Finding(

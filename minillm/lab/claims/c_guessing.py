@@ -94,9 +94,9 @@ def speculation_pays(figures: Figures) -> Finding:
             for each in lines
         )
         + f", each in one run of {written(lines)} tokens of one text; {len(slower)} of the {len(few)} with less than "
-        f"half accepted were slower by more than the {noise:.0%} that are noise. A check of {K + 1} rows on {CONTEXT} "
-        f"tokens costs {figures['round']:.2f} steps here and {gpu_round():.2f} for an 8B model on an A100, where the same look-ups, "
-        f"guessing for nothing, would reach {min(on_gpu):.2f} to {max(on_gpu):.2f} times at most.",
+        f"half accepted were slower by more than the {noise:.0%} taken for noise. A check of {K + 1} rows on {CONTEXT} "
+        f"tokens costs {figures['round']:.2f} steps here and {gpu_round():.2f} for an 8B model on an A100, where the "
+        f"same look-ups, guessing for nothing, would reach {min(on_gpu):.2f} to {max(on_gpu):.2f} times at most.",
     )
 
 
@@ -135,6 +135,7 @@ def where_it_pays(figures: Figures) -> Finding:
     last = max(batch for batch in (2**i for i in range(13)) if gain > gpu_round(batch))
     crowd = 256
     short, long = (gain / gpu_round(crowd, past) for past in (CONTEXT, LONG))
+    caches = crowd * LONG * 2 * MODELS["Llama-3.1-8B"].kv_elements_per_token
     cold, warm, hot = 0.3, 1, 5
     return Finding(
         lines[0]["speedup"],
@@ -146,10 +147,12 @@ def where_it_pays(figures: Figures) -> Finding:
             f"{each['new_tokens']} tokens)"
             for each in lines
         )
-        + f"; one run each, with {K} guesses a round. By the roofline an 8B model on an A100 pays up to a batch of about "
-        f"{last} at {alpha:.0%} acceptance, {K} free guesses a round and {CONTEXT} tokens of past. At batch {crowd} it "
-        f"is {short:.2f} times as fast there, but {long:.2f} times on {LONG:,} tokens of past, since all rows of a check "
-        "share one reading of a text's cache. A higher temperature need not accept less of drawn guesses: two unlike distributions overlap by "
+        + f"; one run each, with {K} guesses a round. By the roofline an 8B model on an A100 pays up to a batch of "
+        f"about {last} at {alpha:.0%} acceptance, {K} free guesses a round and {CONTEXT} tokens of past. At batch "
+        f"{crowd} speculation is {short:.2f} times as fast there, but {long:.2f} times on {LONG:,} tokens of past, "
+        "since all rows of a check share one reading of a text's cache (if there is room for their "
+        f"{caches / 1e9:.0f} GB). A higher temperature need not accept less of drawn guesses: two unlike distributions "
+        "overlap by "
         f"{overlap(cold):.0%} at temperature {cold}, {overlap(warm):.0%} at {warm} and {overlap(hot):.0%} at {hot}.",
     )
 
@@ -194,10 +197,11 @@ def harder_to_guess(figures: Figures) -> Finding:
     easier = [difference > sure for difference in differences.values()]
     shares = {(d, kind): accepted / max(1, n) for d, kinds in figures.items() for kind, (accepted, n) in kinds.items()}
     gap = 100 * (shares["n-gram", "code"] - shares["n-gram", "prose"])
+    sign = "fewer" if gap < 0 else "more"
     looked_at = [n for kinds in figures.values() for _, n in kinds.values()]
     return Finding(
         abs(gap),
-        f"percentage points {'fewer' if gap < 0 else 'more'} of the look-up's guesses are accepted in code than in prose",
+        f"percentage points {sign} of the look-up's guesses are accepted in code than in prose",
         decide(any(harder), all(harder)) if any(harder + easier) else Verdict.NOT_TESTABLE,
         "Accepted: "
         + ", ".join(f"{share:.0%} ({drafter}, {kind})" for (drafter, kind), share in shares.items())

@@ -54,9 +54,9 @@ def what_binds(figures: Figures) -> Finding:
         verdict,
         f"Of {told_limits(figures)} here a prefill of {long:,} tokens uses {flops:.0%} of the arithmetic and "
         f"{read:.1%} of the bandwidth, a decode step {step_flops:.0%} and {step_read:.0%}, but a prefill of {short} "
-        f"tokens {short_flops:.0%} and {short_read:.0%}. The condition: the prompt has more tokens than the ridge asks, the decode batch fewer "
-        f"texts. For Mistral-7B on an A100 a prefill of 10 tokens is bound by {ten}, a decode step of 256 texts on 128 "
-        f"tokens each by {crowd}."
+        f"tokens {short_flops:.0%} and {short_read:.0%}. The condition: the prompt has more tokens than the ridge "
+        f"asks, the decode batch fewer texts. For Mistral-7B on an A100 a prefill of 10 tokens is bound by {ten}, a "
+        f"decode step of 256 texts on 128 tokens each by {crowd}."
         + borderline({"the prefill's share": flops, "the decode step's share": step_read}, near),
     )
 
@@ -177,8 +177,9 @@ def proportional(figures: Figures) -> Finding:
         decide(any(straight), everywhere),
         f"Powers measured: {said}. Four prompts take {four} times as long as one. The condition: batch and prompt "
         f"together well beyond the ridge, and prompts far shorter than the {level:,.0f} tokens at which attention has "
-        f"as many FLOP as the matrices in {NAME}, which is measured here. A decode step on {far:,} tokens takes {far_step / step:.2f} times as long as "
-        f"on {past}; 32 texts of Llama-3.1-8B read {bytes_ratio:.2f} times the bytes then.",
+        f"as many FLOP as the matrices in {NAME}, which is measured here. A decode step on {far:,} tokens takes "
+        f"{far_step / step:.2f} times as long as on {past}; 32 texts of Llama-3.1-8B read {bytes_ratio:.2f} times the "
+        "bytes then.",
     )
 
 

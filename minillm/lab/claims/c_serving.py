@@ -108,7 +108,10 @@ def chunked_prefill(figures: Figures) -> Finding:
     whole, chunks = figures["whole"], figures["chunks"]
     share = chunks["worst"] / whole["worst"]
     usual = chunks["worst"] / whole["median"]
-    times = {"the long prompt's TTFT": chunks["ttft"] / whole["ttft"], "the time in all": chunks["total"] / whole["total"]}
+    times = {
+        "the long prompt's TTFT": chunks["ttft"] / whole["ttft"],
+        "the time in all": chunks["total"] / whole["total"],
+    }
 
     def told(least: float, below: float) -> list[str]:
         return [f"{factor:.2f} times {name}" for name, factor in times.items() if least <= factor < below]

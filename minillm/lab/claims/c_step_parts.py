@@ -170,7 +170,7 @@ def paging_one_text(figures: Figures) -> Finding:
         + f". By bytes {empty / read:.2%} is added on {longest:,} tokens. The condition: a kernel that follows the "
         "table; without one, more and smaller calls in each layer are the price. What blocks give back is memory, "
         "which is worth something only when somebody waits for it."
-        + borderline({f"{length:,} tokens": factor for length, factor in factors.items()}, 1 + little)
+        + borderline({"the dearest": dearest}, 1 + little)
         + borderline({"the dearest": dearest}, 1 + bearable)
         + borderline({"the cheapest": cheapest}, 1 - little),
     )

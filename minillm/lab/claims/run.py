@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,8 +141,14 @@ def number(finding: Finding) -> str:
 
 
 def report(rows: Sequence[Row], width: int = 110) -> str:
-    key = "\n".join(["Sources:", *(f"    {source}  {title}" for source, title in SOURCES.items())])
+    key = "\n".join(["Sources:", *(f"    {source}  {printable(title)}" for source, title in SOURCES.items())])
     return "\n\n".join([*(paragraph(row, width) for row in rows), summary(rows), key])
+
+
+def printable(text: str) -> str:
+    """As standard output can hold it: a pipe or an old console may know no Chinese."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
 
 
 def paragraph(row: Row, width: int) -> str:
