@@ -37,7 +37,7 @@ from minillm.checkpoint import load
 from minillm.config import ModelConfig
 from minillm.gqa import kv_bytes_a_token, pool_heads
 from minillm.lab.distill import write_json
-from minillm.lab.machine import describe
+from minillm.lab.machine import counted, describe
 from minillm.lab.stored import read_stored
 from minillm.model import Transformer
 
@@ -302,7 +302,8 @@ def about(results: Mapping) -> str:
     )
     minutes = (sum(run["seconds"] for run in results["twins"]) + results["smollm2_seconds"]) / 60
     size += f"and {results['healing_end_to_end']} steps of {LONG} tokens; {minutes:.0f} minutes"
-    return f"made on {results['date']}, {m['cpu']}, {m['cores']} cores, {m['threads']} threads; {size}"
+    machine = f"{m['cpu']}, {counted(m['cores'], 'core')}, {counted(m['threads'], 'thread')}"
+    return f"made on {results['date']}, {machine}; {size}"
 
 
 def read_results() -> dict:

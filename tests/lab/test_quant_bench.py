@@ -12,10 +12,10 @@ from conftest import TINY, mutant, random_model
 
 from minillm import cli, linear
 from minillm.calibrate import linear_layers
-from minillm.lab.commands import QUANT_PARTS
 from minillm.generation import generate
 from minillm.lab import quality, quant_bench
 from minillm.lab.bench import Measured
+from minillm.lab.commands import QUANT_PARTS
 from minillm.lab.perplexity import kl, paired, text_nll
 from minillm.lab.quality import Item, Quality, ask, layer_kl, method_seconds, read_tasks
 from minillm.lab.quant_bench import Case, cases, report, speed, sweep
