@@ -7,53 +7,17 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from importlib import import_module
+from pkgutil import iter_modules
 
 from tqdm import tqdm
 
+from minillm.lab import claims as package
 from minillm.lab import machine
-from minillm.lab.claims import (
-    a_cold_start,
-    a_counting,
-    a_grids,
-    a_memory,
-    a_rooflines,
-    b_attention,
-    b_caches,
-    b_guessing,
-    b_kv_axes,
-    b_loops,
-    b_quantization,
-    c_guessing,
-    c_paging,
-    c_phases,
-    c_quantization,
-    c_serving,
-    c_step_parts,
-)
 from minillm.lab.claims.ledger import SOURCES, Claim, Figures, Finding
 from minillm.lab.claims.workbench import Workbench
 from minillm.lab.stored import read_stored
 
-MODULES: tuple[ModuleType, ...] = (
-    a_cold_start,
-    a_counting,
-    a_grids,
-    a_memory,
-    a_rooflines,
-    b_attention,
-    b_caches,
-    b_guessing,
-    b_kv_axes,
-    b_loops,
-    b_quantization,
-    c_guessing,
-    c_paging,
-    c_phases,
-    c_quantization,
-    c_serving,
-    c_step_parts,
-)
 STORED = "claims.json"
 
 
@@ -68,8 +32,10 @@ class Row:
 
 
 def all_claims() -> dict[str, Claim]:
-    """Every row: A is arithmetic, B are algorithms, C is speed."""
-    found = {id: claim for module in MODULES for id, claim in module.ledger.claims.items()}
+    """Every row, from the files that begin with a_ (arithmetic), b_ (algorithms) and c_ (speed)."""
+    names = [module.name for module in iter_modules(package.__path__) if module.name[1] == "_"]
+    modules = [import_module(f"{package.__name__}.{name}") for name in names]
+    found = {id: claim for module in modules for id, claim in module.ledger.claims.items()}
     return dict(sorted(found.items(), key=lambda entry: (entry[0][0], int(entry[0][1:]))))
 
 
