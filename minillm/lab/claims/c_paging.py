@@ -10,6 +10,7 @@ from statistics import mean
 
 from minillm.engine import Engine
 from minillm.lab.catalogue import GPUS, MODELS
+from minillm.lab.claims.a_memory import weight_bytes
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger
 from minillm.lab.claims.passes import greedy, model_of
@@ -68,7 +69,7 @@ def gpu_gains(chat: Run) -> dict[str, float]:
     for name, card in (("Llama-2-7B", "RTX 4090"), ("Llama-2-7B", "A100 80GB SXM"), ("Llama-3.1-8B", "A100 80GB SXM"),
                        ("Qwen2.5-32B", "A100 80GB SXM")):  # fmt: skip
         model = MODELS[name]
-        free = GPUS[card].memory - 2 * (model.layer_parameters + 2 * model.head_parameters)
+        free = GPUS[card].memory - weight_bytes(model)
         texts = [int(free / (2 * model.kv_elements_per_token * each)) for each in (LONGEST, slots)]
         piece, blocks = (n / step_work(model, 1, past, n, 1, 2, 2).seconds(gpu_limits(card)) for n in texts)
         found[f"{name} on {card}"] = blocks / piece

@@ -15,6 +15,7 @@ import torch
 
 from minillm.lab.bench import alternate
 from minillm.lab.catalogue import GPUS, MODELS
+from minillm.lab.claims.a_memory import weight_bytes
 from minillm.lab.claims.decide import borderline, decide
 from minillm.lab.claims.ledger import THIS_MACHINE, Figures, Finding, Ledger, Verdict
 from minillm.lab.claims.passes import MODEL, NAME, phases, shares, timed, told_limits
@@ -114,7 +115,7 @@ def best_batch() -> Finding:
     least, most = 32, 128
     best, said = {}, []
     for gpu in (A100, H100):
-        room = GPUS[gpu.name].memory - 2 * (EIGHT.layer_parameters + 2 * EIGHT.head_parameters)
+        room = GPUS[gpu.name].memory - weight_bytes(EIGHT)
         for context in (128, 4096, 32768):
             fits = int(room / (2 * context * EIGHT.kv_elements_per_token))
             knee = first_compute_bound(gpu, context, fits)

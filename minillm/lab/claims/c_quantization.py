@@ -19,6 +19,7 @@ from minillm.gqa import kv_bytes_a_token, with_kv_heads
 from minillm.lab import twins
 from minillm.lab.bench import alternate
 from minillm.lab.catalogue import GPUS, MODELS
+from minillm.lab.claims.a_memory import weight_bytes
 from minillm.lab.claims.decide import decide
 from minillm.lab.claims.ledger import ALGORITHM, THIS_MACHINE, Figures, Finding, Ledger, Verdict
 from minillm.lab.claims.passes import model_of, prefill, timed
@@ -168,7 +169,7 @@ def heads_and_twins(bench: Workbench) -> Figures:
     the twin with all heads. noise: between two twins that differ in their start alone."""
     fewer = replace(with_kv_heads(SEVEN, 8), d_ff=SEVEN.d_ff + 2048)  # as many weights: the MLP is wider
     assert fewer.layer_parameters == SEVEN.layer_parameters
-    weights, gains = 2 * (SEVEN.layer_parameters + 2 * SEVEN.head_parameters), []
+    weights, gains = weight_bytes(SEVEN), []
     for context in (256, 1024, 4096, 16384):
         for batch in (1, 4, 16, 64):
             all_heads, eight = (step_work(c, 1, context, batch, 1, 2, 2).seconds(A100) for c in (SEVEN, fewer))

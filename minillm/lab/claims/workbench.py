@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 
 import minillm
-from minillm.lab.roofline import Limits, this_machine
 from minillm.lab.workload import Workload, read_workload
 from minillm.model import Transformer
 from minillm.tokenizer import Tokenizer
@@ -38,8 +37,3 @@ class Workbench:
     @cached_property
     def story(self) -> Workload:
         return read_workload("story", self.tokenizer, quick=self.quick)
-
-    @property
-    def limits(self) -> Limits:
-        """Of this machine's CPU, in float32."""
-        return this_machine(torch.float32, "cpu")
